@@ -1,0 +1,416 @@
+// The Python face of the engine; the only file that knows Python. The interface is
+// megatron_uring/_engine.pyi.
+//
+// 1. Every call that can block releases the GIL. Waiting wakes up to look for signals, so Ctrl-C
+// works.
+// 2. Arguments are checked here for type and shape (ValueError naming the argument), and below for
+// their values.
+// 3. Errors are translated in one place, translate_error: OsError becomes OSError with errno,
+// strerror and filename.
+// 4. Arrays are copied before a call returns; only the addresses in Pieces are borrowed, until the
+// job is done.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "checksum.hpp"
+#include "engine.hpp"
+#include "ring.hpp"
+
+namespace py = pybind11;
+
+namespace megatron_uring {
+namespace {
+
+constexpr auto without_gil = py::call_guard<py::gil_scoped_release>();
+
+// ---- conversions ----
+
+std::string path_from(const py::handle& object) {
+    PyObject* bytes = nullptr;
+    if (PyUnicode_FSConverter(object.ptr(), &bytes) == 0) throw py::error_already_set();
+    return std::string(py::reinterpret_steal<py::bytes>(bytes));
+}
+
+py::object path_to(const std::string& path) {
+    return py::reinterpret_steal<py::object>(
+        PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<py::ssize_t>(path.size())));
+}
+
+template <class T>
+py::array_t<T, py::array::c_style> array_from(const py::object& object, const char* name,
+                                              py::ssize_t dimensions) {
+    const auto reject = [name](const std::string& what) {
+        throw std::invalid_argument(std::string(name) + " " + what);
+    };
+    if (!py::isinstance<py::array>(object)) reject("is not a numpy array");
+    const auto array = py::reinterpret_borrow<py::array>(object);
+    if (!array.dtype().equal(py::dtype::of<T>())) {
+        reject("has dtype " + std::string(py::str(array.dtype())) + ", not " +
+               std::string(py::str(py::dtype::of<T>())));
+    }
+    if (array.ndim() != dimensions) {
+        reject("has " + std::to_string(array.ndim()) + " dimensions, not " +
+               std::to_string(dimensions));
+    }
+    return py::array_t<T, py::array::c_style>::ensure(array);
+}
+
+template <class T>
+py::array_t<T> array_to(const std::vector<T>& values) {
+    return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+// A contiguous read-only view of any buffer; holds the export open.
+class ContiguousBuffer {
+  public:
+    explicit ContiguousBuffer(const py::object& object) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_ANY_CONTIGUOUS) != 0) {
+            throw py::error_already_set();
+        }
+    }
+    ~ContiguousBuffer() { PyBuffer_Release(&view_); }
+    ContiguousBuffer(const ContiguousBuffer&) = delete;
+    ContiguousBuffer& operator=(const ContiguousBuffer&) = delete;
+    const std::uint8_t* data() const { return static_cast<const std::uint8_t*>(view_.buf); }
+    std::int64_t length() const { return view_.len; }
+
+  private:
+    Py_buffer view_ = {};
+};
+
+void translate_error(std::exception_ptr pointer) {
+    try {
+        if (pointer) std::rethrow_exception(pointer);
+    } catch (const OsError& error) {
+        const py::object filename = error.path().empty() ? py::none() : path_to(error.path());
+        const py::tuple arguments = py::make_tuple(error.number(), error.message(), filename);
+        PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    } catch (const std::system_error& error) {  // threads that cannot be started
+        const py::tuple arguments = py::make_tuple(error.code().value(), error.what());
+        PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    }
+}
+
+// ---- pieces ----
+
+std::shared_ptr<PieceTable> make_pieces(const py::object& file_number, const py::object& file_start,
+                                        const py::object& address, const py::object& run_bytes,
+                                        const py::object& counts, const py::object& file_strides,
+                                        const py::object& memory_strides) {
+    const auto numbers = array_from<std::int32_t>(file_number, "file_number", 1);
+    const auto starts = array_from<std::int64_t>(file_start, "file_start", 1);
+    const auto addresses = array_from<std::uint64_t>(address, "address", 1);
+    const auto runs = array_from<std::int64_t>(run_bytes, "run_bytes", 1);
+    const auto count_table = array_from<std::int64_t>(counts, "counts", 2);
+    const auto file_table = array_from<std::int64_t>(file_strides, "file_strides", 2);
+    const auto memory_table = array_from<std::int64_t>(memory_strides, "memory_strides", 2);
+    const py::ssize_t count = numbers.shape(0);
+    const py::ssize_t dimensions = count_table.shape(1);
+    for (const py::ssize_t length :
+         {starts.shape(0), addresses.shape(0), runs.shape(0), count_table.shape(0),
+          file_table.shape(0), memory_table.shape(0)}) {
+        if (length != count) throw std::invalid_argument("the columns of pieces differ in length");
+    }
+    if (file_table.shape(1) != dimensions || memory_table.shape(1) != dimensions) {
+        throw std::invalid_argument("counts, file_strides, memory_strides differ in dimensions");
+    }
+    PieceColumns columns;
+    columns.count = static_cast<std::size_t>(count);
+    columns.dimensions = static_cast<std::size_t>(dimensions);
+    columns.file_number = numbers.data();
+    columns.file_start = starts.data();
+    columns.address = addresses.data();
+    columns.run_bytes = runs.data();
+    columns.counts = count_table.data();
+    columns.file_strides = file_table.data();
+    columns.memory_strides = memory_table.data();
+    const py::gil_scoped_release release;
+    return std::make_shared<PieceTable>(columns);
+}
+
+// ---- jobs ----
+
+struct JobHandle {
+    std::shared_ptr<Engine> engine;  // outlives the handle, so that cancelling is always safe
+    std::shared_ptr<Job> job;
+
+    bool done() const {
+        if (job->done()) return true;
+        if (engine->in_child()) engine->wait(*job, 0.0);  // throws
+        return false;
+    }
+
+    bool wait(double timeout_s) const {
+        if (std::isnan(timeout_s) || timeout_s < 0) {
+            throw std::invalid_argument("timeout_s is negative or not a number");
+        }
+        constexpr double slice_s = 0.1;
+        const auto begin = std::chrono::steady_clock::now();
+        for (;;) {
+            const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - begin;
+            const double left_s = std::max(timeout_s - spent.count(), 0.0);
+            bool ended;
+            {
+                const py::gil_scoped_release release;
+                ended = engine->wait(*job, std::min(left_s, slice_s));
+            }
+            if (ended) break;
+            if (left_s <= slice_s) return false;
+            if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+        }
+        job->rethrow();
+        return true;
+    }
+
+    py::array_t<std::uint32_t> checksums() const {
+        require_done();
+        return array_to(job->checksums());
+    }
+
+    py::array_t<std::int64_t> bad_blocks() const {
+        require_done();
+        if (job->operation() != Operation::read) throw std::invalid_argument("not a read job");
+        const auto& blocks = job->bad_blocks();
+        py::array_t<std::int64_t> rows({static_cast<py::ssize_t>(blocks.size()), py::ssize_t{4}});
+        auto cells = rows.mutable_unchecked<2>();
+        for (py::ssize_t i = 0; i < rows.shape(0); ++i) {
+            const BadBlock& block = blocks[static_cast<std::size_t>(i)];
+            cells(i, 0) = block.range_number;
+            cells(i, 1) = block.file_offset;
+            cells(i, 2) = block.expected;
+            cells(i, 3) = block.found;
+        }
+        return rows;
+    }
+
+    void require_done() const {
+        if (!done()) throw std::invalid_argument("job is not done");
+        job->rethrow();
+    }
+};
+
+// ---- engine ----
+
+std::shared_ptr<Engine> make_engine(const std::string& kind, std::shared_ptr<SlabPool> pool,
+                                    std::int64_t queue_depth, std::int64_t posix_threads,
+                                    std::int64_t copy_threads) {
+    const py::gil_scoped_release release;
+    auto* const engine =
+        new Engine(std::move(pool), {kind, queue_depth, posix_threads, copy_threads});
+    // The last owner is always a Python object, so the deleter runs with the GIL held.
+    return std::shared_ptr<Engine>(engine, [](Engine* last) {
+        const py::gil_scoped_release unlocked;
+        Engine::destroy(last);
+    });
+}
+
+JobHandle start_write(const std::shared_ptr<Engine>& engine, const File& file, std::int64_t start,
+                      std::int64_t length, std::shared_ptr<PieceTable> pieces) {
+    const py::gil_scoped_release release;
+    return {engine, engine->write(file, start, length, std::move(pieces))};
+}
+
+JobHandle start_read(const std::shared_ptr<Engine>& engine, const std::vector<const File*>& files,
+                     const py::object& file_number, const py::object& start,
+                     const py::object& length, std::shared_ptr<PieceTable> pieces,
+                     const py::object& expected) {
+    const auto numbers = array_from<std::int32_t>(file_number, "file_number", 1);
+    const auto starts = array_from<std::int64_t>(start, "start", 1);
+    const auto lengths = array_from<std::int64_t>(length, "length", 1);
+    if (numbers.shape(0) != starts.shape(0) || numbers.shape(0) != lengths.shape(0)) {
+        throw std::invalid_argument("file_number, start, length differ in length");
+    }
+    if (std::find(files.begin(), files.end(), nullptr) != files.end()) {
+        throw std::invalid_argument("files contains None");
+    }
+    std::vector<Range> ranges;
+    ranges.reserve(static_cast<std::size_t>(numbers.shape(0)));
+    for (py::ssize_t i = 0; i < numbers.shape(0); ++i) {
+        ranges.push_back({numbers.at(i), starts.at(i), lengths.at(i)});
+    }
+    std::optional<std::vector<std::uint32_t>> checksums;
+    if (!expected.is_none()) {
+        const auto values = array_from<std::uint32_t>(expected, "expected", 1);
+        checksums.emplace(values.data(), values.data() + values.shape(0));
+    }
+    const py::gil_scoped_release release;
+    return {engine,
+            engine->read(files, std::move(ranges), std::move(pieces), std::move(checksums))};
+}
+
+// ---- module ----
+
+void bind_memory(py::module_& module) {
+    py::class_<PieceTable, std::shared_ptr<PieceTable>>(module, "Pieces", py::is_final())
+        .def(py::init(&make_pieces), py::arg("file_number"), py::arg("file_start"),
+             py::arg("address"), py::arg("run_bytes"), py::arg("counts"), py::arg("file_strides"),
+             py::arg("memory_strides"))
+        .def("__len__", &PieceTable::size);
+
+    py::class_<SlabPool, std::shared_ptr<SlabPool>>(module, "SlabPool", py::is_final())
+        .def(py::init<std::int64_t, std::int64_t>(), py::arg("slab_bytes"), py::arg("slab_count"),
+             without_gil)
+        .def_property_readonly("slab_bytes", &SlabPool::slab_bytes)
+        .def_property_readonly("slab_count", &SlabPool::slab_count)
+        .def_property_readonly("free_count", &SlabPool::free_count)
+        .def_property_readonly("allocate_s", &SlabPool::allocate_s);
+}
+
+void bind_file(py::module_& module) {
+    py::class_<File>(module, "File", py::is_final())
+        .def_static(
+            "create",
+            [](const py::object& path, bool direct) {
+                const std::string name = path_from(path);
+                const py::gil_scoped_release release;
+                return File::create(name, direct);
+            },
+            py::arg("path"), py::kw_only(), py::arg("direct"))
+        .def_static(
+            "open",
+            [](const py::object& path, bool writable, bool direct) {
+                const std::string name = path_from(path);
+                const py::gil_scoped_release release;
+                return File::open(name, writable, direct);
+            },
+            py::arg("path"), py::kw_only(), py::arg("writable"), py::arg("direct"))
+        .def_property_readonly("path", [](const File& file) { return path_to(file.path()); })
+        .def_property_readonly("direct", &File::direct)
+        .def_property_readonly("offset_alignment", &File::offset_alignment)
+        .def_property_readonly("memory_alignment", &File::memory_alignment)
+        .def("set_direct", &File::set_direct, py::arg("direct"), without_gil)
+        .def("size", &File::size, without_gil)
+        .def("preallocate", &File::preallocate, py::arg("length"), without_gil)
+        .def("truncate", &File::truncate, py::arg("length"), without_gil)
+        .def("close", &File::close, without_gil)
+        .def_property_readonly("closed", &File::closed);
+}
+
+void bind_engine(py::module_& module) {
+    py::class_<JobHandle>(module, "Job", py::is_final())
+        .def("done", &JobHandle::done)
+        .def("wait", &JobHandle::wait, py::arg("timeout_s"))
+        .def(
+            "cancel", [](const JobHandle& handle) { handle.engine->cancel(*handle.job); },
+            without_gil)
+        .def_property_readonly("bytes_total",
+                               [](const JobHandle& h) { return h.job->bytes_total(); })
+        .def_property_readonly("bytes_done", [](const JobHandle& h) { return h.job->bytes_done(); })
+        .def_property_readonly("copy_s", [](const JobHandle& h) { return h.job->copy_s(); })
+        .def_property_readonly("checksum_s", [](const JobHandle& h) { return h.job->checksum_s(); })
+        .def("checksums", &JobHandle::checksums);
+
+    py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", py::is_final())
+        .def(py::init(&make_engine), py::arg("kind"), py::arg("pool").none(false), py::kw_only(),
+             py::arg("queue_depth"), py::arg("posix_threads") = 4, py::arg("copy_threads") = 1)
+        .def_property_readonly("kind", &Engine::kind)
+        .def_property_readonly("reason", &Engine::reason)
+        .def("write", &start_write, py::arg("file"), py::arg("start"), py::arg("length"),
+             py::arg("pieces").none(false))
+        .def("read", &start_read, py::arg("files"), py::arg("file_number"), py::arg("start"),
+             py::arg("length"), py::arg("pieces").none(false), py::arg("expected"))
+        .def(
+            "sync",
+            [](const std::shared_ptr<Engine>& engine, const File& file) -> JobHandle {
+                const py::gil_scoped_release release;
+                return {engine, engine->sync(file)};
+            },
+            py::arg("file"))
+        .def(
+            "bad_blocks",
+            [](const Engine&, const JobHandle& handle) { return handle.bad_blocks(); },
+            py::arg("job"))
+        .def("close", [](Engine& engine) { engine.close(); }, without_gil);
+}
+
+void bind_commit_operations(py::module_& module) {
+    module.def(
+        "write_file",
+        [](const py::object& path, const py::object& data) {
+            const std::string name = path_from(path);
+            const ContiguousBuffer buffer(data);
+            const py::gil_scoped_release release;
+            write_file(name, buffer.data(), buffer.length());
+        },
+        py::arg("path"), py::arg("data"));
+    module.def(
+        "read_file",
+        [](const py::object& path) {
+            const std::string name = path_from(path);
+            std::string content;
+            {
+                const py::gil_scoped_release release;
+                content = read_file(name);
+            }
+            return py::bytes(content);
+        },
+        py::arg("path"));
+    module.def(
+        "rename",
+        [](const py::object& source, const py::object& destination) {
+            const std::string from = path_from(source);
+            const std::string to = path_from(destination);
+            const py::gil_scoped_release release;
+            rename(from, to);
+        },
+        py::arg("source"), py::arg("destination"));
+    const auto bind_path_call = [&module](const char* name, void (*call)(const std::string&)) {
+        module.def(
+            name,
+            [call](const py::object& path) {
+                const std::string text = path_from(path);
+                const py::gil_scoped_release release;
+                call(text);
+            },
+            py::arg("path"));
+    };
+    bind_path_call("sync_directory", &sync_directory);
+    bind_path_call("remove", &remove);
+}
+
+void bind_recorder(py::module_& module) {
+    module.def("inject_fault", &recorder::inject_fault, py::arg("operation"), py::arg("fault"),
+               py::kw_only(), py::arg("skip") = 0, py::arg("count") = 1,
+               py::arg("path_contains") = "", py::arg("delay_s") = 0.0);
+    module.def("clear_faults", &recorder::clear_faults);
+    module.def("trace_start", &recorder::trace_start);
+    module.def("trace_stop", [] {
+        py::list rows;
+        for (const recorder::Entry& entry : recorder::trace_stop()) {
+            rows.append(py::make_tuple(name_of(entry.operation), path_to(entry.path), entry.offset,
+                                       entry.length, entry.result));
+        }
+        return rows;
+    });
+}
+
+}  // namespace
+}  // namespace megatron_uring
+
+PYBIND11_MODULE(_engine, module) {
+    using namespace megatron_uring;
+    module.doc() = "Native engine: moves bytes between memory and files through slabs.";
+    py::register_local_exception_translator(&translate_error);
+    module.attr("BLOCK_BYTES") = block_bytes;
+    module.def("has_io_uring", [] { return built_with_liburing; });
+    module.def(
+        "crc32c",
+        [](const py::object& data, std::uint32_t value) {
+            const ContiguousBuffer buffer(data);
+            const py::gil_scoped_release release;
+            return crc32c(buffer.data(), buffer.length(), value);
+        },
+        py::arg("data"), py::arg("value") = 0);
+    bind_memory(module);
+    bind_file(module);
+    bind_engine(module);
+    bind_commit_operations(module);
+    bind_recorder(module);
+}

@@ -1,0 +1,92 @@
+// Copy between tensors and slabs: pack and scatter of strided boxes.
+//
+// 1. A piece is a box of runs. Runs come in ascending, disjoint file order (strides are nested;
+// checked once, when the
+//    table is made), so the first run of a window is found by division, not by walking.
+// 2. The pieces of a window are found by binary search: O(log N + pieces in the window), also with
+// 200,000 pieces.
+//    Pieces may overlap in file order (one file byte may go to several places when reading), hence
+//    the search runs over prefix maxima of the ends.
+// 3. pack fills every byte of its window: bytes of no piece become zero. scatter writes bytes of
+// pieces only.
+// 4. Both directions are one function template, so they cannot disagree about where a byte belongs.
+// 5. Dimensions that can be merged are merged when the table is made; a contiguous piece is one
+// run.
+// 6. Addresses are trusted; everything else is checked. Zero pieces and pieces of zero bytes are
+// legal.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace megatron_uring {
+
+enum class Direction { pack, scatter };
+
+struct PieceColumns {
+    std::size_t count = 0;
+    std::size_t dimensions = 0;
+    const std::int32_t* file_number = nullptr;
+    const std::int64_t* file_start = nullptr;
+    const std::uint64_t* address = nullptr;
+    const std::int64_t* run_bytes = nullptr;
+    const std::int64_t* counts = nullptr;
+    const std::int64_t* file_strides = nullptr;
+    const std::int64_t* memory_strides = nullptr;
+};
+
+struct Window {
+    std::int32_t file_number;
+    std::int64_t start;  // in the file
+    std::int64_t length;
+    std::uint8_t* slab;  // holds the byte at `start`
+};
+
+class PieceTable {
+  public:
+    static constexpr std::size_t max_dimensions = 16;
+
+    // Throws std::invalid_argument, naming the piece.
+    explicit PieceTable(const PieceColumns& columns);
+
+    std::size_t size() const noexcept { return pieces_.size(); }
+    std::int64_t bytes() const noexcept { return bytes_; }
+    std::int32_t max_file_number() const noexcept;  // -1 without pieces
+    // Whether all bytes of all pieces lie in [start, end).
+    bool within(std::int64_t start, std::int64_t end) const noexcept;
+
+    // Returns the bytes copied.
+    std::int64_t pack(const Window& window) const noexcept;
+    std::int64_t scatter(const Window& window) const noexcept;
+
+  private:
+    struct Dimension {
+        std::int64_t count;
+        std::int64_t file_stride;
+        std::int64_t memory_stride;
+    };
+    struct Piece {
+        std::int64_t file_start;
+        std::int64_t file_end;
+        std::int64_t run_bytes;
+        std::uint8_t* address;
+        std::size_t first_dimension;
+        std::int32_t file_number;
+        std::uint8_t dimensions;  // at least 1
+        bool dense;               // no gap between its runs
+    };
+
+    void add(const PieceColumns& columns, std::size_t i);
+    template <Direction direction>
+    std::int64_t move(const Window& window) const noexcept;
+    template <Direction direction>
+    std::int64_t move_piece(const Piece& piece, const Window& window) const noexcept;
+
+    std::vector<Piece> pieces_;
+    std::vector<Dimension> dimensions_;
+    std::vector<std::int64_t> prefix_ends_;  // largest file_end of the same file so far
+    std::int64_t bytes_ = 0;
+};
+
+}  // namespace megatron_uring

@@ -1,0 +1,100 @@
+// See posix.hpp for what is guaranteed.
+#include "posix.hpp"
+
+#include <unistd.h>
+
+#include <utility>
+
+namespace megatron_uring {
+namespace {
+
+class PosixBackend final : public Backend {
+  public:
+    PosixBackend(RequestSink& sink, std::int64_t thread_count) : sink_(sink) {
+        const SignalsBlocked blocked;
+        threads_.reserve(static_cast<std::size_t>(thread_count));
+        try {
+            for (std::int64_t i = 0; i < thread_count; ++i) {
+                threads_.emplace_back([this] { run(); });
+            }
+        } catch (...) {
+            stop();
+            throw;
+        }
+    }
+
+    void submit(std::unique_ptr<Request> request) noexcept override {
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            queue_.push_back(std::move(request));
+        }
+        available_.notify_one();
+    }
+
+    void stop() noexcept override {
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            stopping_ = true;
+        }
+        available_.notify_all();
+        for (std::thread& thread : threads_) thread.join();
+        threads_.clear();
+    }
+
+    void abandon() noexcept override {
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            stopping_ = true;
+        }
+        available_.notify_all();
+        for (std::thread& thread : threads_) thread.detach();
+        threads_.clear();
+    }
+
+  private:
+    void run() noexcept {
+        for (;;) {
+            std::unique_ptr<Request> request;
+            {
+                std::unique_lock<std::mutex> lock(mutex_);
+                available_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+                if (queue_.empty()) return;
+                request = std::move(queue_.front());
+                queue_.pop_front();
+            }
+            while (request->advance(transfer(*request)) == Request::Outcome::resubmit) {
+            }
+            sink_.finished(std::move(request));
+        }
+    }
+
+    static std::int64_t transfer(Request& request) noexcept {
+        const Request::Step step = request.prepare();
+        if (step.error != 0) return -step.error;
+        const auto length = static_cast<std::size_t>(step.length);
+        std::int64_t result;
+        if (request.operation == Operation::write) {
+            result = ::pwrite(request.number(), step.buffer, length, step.offset);
+        } else if (request.operation == Operation::read) {
+            result = ::pread(request.number(), step.buffer, length, step.offset);
+        } else {
+            result = ::fdatasync(request.number());
+        }
+        return result < 0 ? -errno : result;
+    }
+
+    RequestSink& sink_;
+    std::mutex mutex_;
+    std::condition_variable available_;
+    std::deque<std::unique_ptr<Request>> queue_;
+    bool stopping_ = false;
+    std::vector<std::thread> threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_posix_backend(RequestSink& sink, std::int64_t thread_count) {
+    return std::make_unique<PosixBackend>(sink, thread_count);
+}
+
+}  // namespace megatron_uring
