@@ -1,0 +1,149 @@
+"""Every option, in one frozen `Config`; the only reader of `MEGATRON_URING_*` variables.
+
+Guarantees
+----------
+- A variable that is set wins over what the program passed: the operator has the last word.
+- A value that cannot be used is refused when the `Config` is made, naming option, value and what is
+  allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from megatron_uring.errors import UnsupportedError
+
+MEBIBYTE = 1 << 20
+_SWITCH_WORDS = {
+    **dict.fromkeys(("1", "true", "on", "yes"), True),
+    **dict.fromkeys(("0", "false", "off", "no"), False),
+}
+_Value = TypeVar("_Value")
+
+
+def _option(default: _Value, help_text: str, choices: tuple[str, ...] = ()) -> _Value:
+    option: _Value = field(default=default, metadata={"help": help_text, "choices": choices})
+    return option
+
+
+@dataclass(frozen=True)
+class Config:
+    """How checkpoints are written and read. Each field `x` is also the variable
+    ``MEGATRON_URING_X``.
+
+    Raises
+    ------
+    UnsupportedError
+        For a value outside the allowed ones.
+    """
+
+    engine: str = _option(
+        "auto",
+        "native engine; auto takes io_uring where a ring can be set up",
+        ("auto", "io_uring", "posix"),
+    )
+    communicator: str = _option(
+        "auto",
+        "how ranks talk; auto takes MPI where it spans the same ranks as torch.distributed",
+        ("auto", "mpi", "gloo"),
+    )
+    aggregation: str = _option(
+        "auto",
+        "a subfile for each rank, or one shared by a group of a node's ranks",
+        ("auto", "rank", "shared"),
+    )
+    aggregators_per_node: int = _option(1, "subfiles for each node in shared mode")
+    direct: str = _option(
+        "auto",
+        "O_DIRECT; auto uses it where the file system allows it",
+        ("auto", "on", "off"),
+    )
+    stripe_bytes: int = _option(0, "stripe size; 0 asks the file system")
+    slab_bytes: int = _option(16 * MEBIBYTE, "size of a staging slab, a multiple of 1 MiB")
+    slab_count: int = _option(8, "slabs of a rank's staging pool, its bound in memory")
+    queue_depth: int = _option(8, "most reads or writes in flight")
+    posix_threads: int = _option(4, "threads of the POSIX engine")
+    copy_threads: int = _option(1, "threads that fill, verify and scatter slabs")
+    gap_bytes: int = _option(4 * MEBIBYTE, "unneeded bytes read to join two ranges")
+    timeout_s: float = _option(600.0, "longest wait without any progress, in seconds")
+    verify_first: bool = _option(
+        False, "on load, check every needed block before the first tensor is touched"
+    )
+    allow_dtype_conversion: bool = _option(
+        False, "on load, convert to the dtype of the destination instead of refusing"
+    )
+    allowed_globals: tuple[str, ...] = _option(
+        (), "classes (module.name) that objects of a checkpoint may hold beyond torch's safe ones"
+    )
+
+    def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):
+            value, choices = getattr(self, option.name), option.metadata["choices"]
+            if choices and value not in choices:
+                raise _refused(option.name, value, "one of " + ", ".join(choices))
+            if isinstance(option.default, int | float) and not isinstance(option.default, bool):
+                least = 0 if option.name in ("stripe_bytes", "gap_bytes") else 1e-3
+                kinds = (int, float) if isinstance(option.default, float) else (int,)
+                if isinstance(value, bool) or not isinstance(value, kinds) or not value >= least:
+                    raise _refused(option.name, value, "a positive number")
+        if self.slab_bytes % MEBIBYTE:
+            raise _refused("slab_bytes", self.slab_bytes, "a multiple of 1048576")
+
+    @classmethod
+    def from_environment(
+        cls, environment: Mapping[str, str] | None = None, **options: object
+    ) -> Config:
+        """`options` under the ``MEGATRON_URING_*`` variables of `environment` (default:
+        `os.environ`).
+        """
+        environment = os.environ if environment is None else environment
+        known = {option.name: option for option in dataclasses.fields(cls)}
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise UnsupportedError(
+                "read options", expected="one of " + ", ".join(sorted(known)), found=unknown[0]
+            )
+        for name, option in known.items():
+            text = environment.get(f"MEGATRON_URING_{name.upper()}")
+            if text is not None:
+                options[name] = _parse(name, text, option.default)
+        return cls(**options)  # type: ignore[arg-type]
+
+
+def switched_off(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether ``MEGATRON_URING=off`` (or 0, false, no) asks for plain Megatron."""
+    environment = os.environ if environment is None else environment
+    return environment.get("MEGATRON_URING", "").strip().lower() in ("off", "0", "false", "no")
+
+
+def faked_topology(environment: Mapping[str, str] | None = None) -> str:
+    """Node of each rank, ``"0,0,1,1"``, where ``MEGATRON_URING_NODE_OF_RANK`` pretends; for tests."""
+    environment = os.environ if environment is None else environment
+    return environment.get("MEGATRON_URING_NODE_OF_RANK", "")
+
+
+def _parse(name: str, text: str, default: object) -> object:
+    text = text.strip()
+    try:
+        if isinstance(default, bool):
+            return _SWITCH_WORDS[text.lower()]
+        if isinstance(default, int):
+            return int(text)
+        if isinstance(default, float):
+            return float(text)
+    except (KeyError, ValueError):
+        kind = "on or off" if isinstance(default, bool) else f"a {type(default).__name__}"
+        raise _refused(name, text, kind) from None
+    if isinstance(default, tuple):
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    return text
+
+
+def _refused(name: str, value: object, allowed: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"read option {name} (MEGATRON_URING_{name.upper()})", expected=allowed, found=repr(value)
+    )

@@ -1,0 +1,156 @@
+"""Starts test programs under mpirun, torchrun or as bare processes, and kills all of them in time.
+
+Guarantees
+----------
+- A launcher that is not installed fails the test; it never skips it.
+- When the time is up the whole process group is killed, and the test fails with the output.
+- The children's environment holds no launcher's variables but those that the test asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = Path(__file__).resolve().parent
+_LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "TORCHELASTIC_", "MEGATRON_URING_")
+_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class Finished:
+    """What a program left behind: its exit status, and both streams in one text."""
+
+    status: int
+    output: str
+
+
+def run_mpi(
+    size: int,
+    script: str | Path,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+    ok: bool = True,
+) -> Finished:
+    """`script` under ``mpirun -n size``; with `ok` its exit status must be 0."""
+    command = [
+        _beside_python("mpirun"),
+        *("--oversubscribe", "--bind-to", "none", "-n", str(size)),
+        *(sys.executable, "-W", "error", str(script), *arguments),
+    ]
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return _run(command, {**allowed, **free_rendezvous(), **(env or {})}, timeout_s, ok)
+
+
+def run_torchrun(
+    size: int,
+    script: str | Path,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+    ok: bool = True,
+) -> Finished:
+    """`script` under ``torchrun --nproc-per-node size``."""
+    rendezvous = free_rendezvous()
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)),
+        *("--master-addr", rendezvous["MASTER_ADDR"], "--master-port", rendezvous["MASTER_PORT"]),
+        *(str(script), *arguments),
+    ]
+    return _run(command, {"OMP_NUM_THREADS": "1", **(env or {})}, timeout_s, ok)
+
+
+def run_processes(
+    size: int,
+    script: str | Path,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+    ok: bool = True,
+) -> Finished:
+    """`size` bare processes with the variables that torch's ``env://`` wants, and no launcher.
+
+    The status is the first one that is not 0.
+    """
+    rendezvous = free_rendezvous()
+    command = [sys.executable, __file__, str(size), sys.executable, "-W", "error"]
+    command += [str(script), *arguments]
+    return _run(command, {**rendezvous, **(env or {})}, timeout_s, ok)
+
+
+def _run(command: Sequence[str], extra: Mapping[str, str], timeout_s: float, ok: bool) -> Finished:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS) and k not in _TORCH}
+    path = os.pathsep.join([str(ROOT), str(PROGRAMS), env.get("PYTHONPATH", "")])
+    env.update({"PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", **extra})
+    child = subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, _ = child.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        # SIGABRT first: faulthandler then shows where each rank stands.
+        _kill_session(child.pid, signal.SIGABRT)
+        time.sleep(1.0)
+        _kill_session(child.pid)
+        output, _ = child.communicate()
+        raise AssertionError(f"{command} was not over after {timeout_s} s:\n{output}") from None
+    finally:
+        _kill_session(child.pid)
+    if ok:
+        assert child.returncode == 0, f"{command} ended with {child.returncode}:\n{output}"
+    return Finished(child.returncode, output)
+
+
+def _kill_session(session: int, how: signal.Signals = signal.SIGKILL) -> None:
+    """Kill every process of `session`: mpirun gives each rank a process group of its own."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if os.getsid(int(entry.name)) == session:
+                os.kill(int(entry.name), how)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def _beside_python(name: str) -> str:
+    """The tool that was installed with this interpreter."""
+    path = Path(sys.executable).parent / name
+    assert path.exists(), f"{path} is missing: install the dev extra"
+    return str(path)
+
+
+def free_rendezvous() -> dict[str, str]:
+    """Address and free port of a new torch.distributed world."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+
+
+def _start_bare(size: int, command: Sequence[str]) -> int:
+    """Run `command` `size` times, each with its RANK; the first status that is not 0."""
+    children = [
+        subprocess.Popen(command, env={**os.environ, "RANK": str(r), "WORLD_SIZE": str(size)})
+        for r in range(size)
+    ]
+    return next((code for code in [child.wait() for child in children] if code != 0), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(_start_bare(int(sys.argv[1]), sys.argv[2:]))
