@@ -1,0 +1,91 @@
+"""Columns: numpy arrays as the carriers of everything that there is many of.
+
+Guarantees
+----------
+- `pack_arrays` and `unpack_arrays` carry columns between ranks without pickle.
+- Keys are two columns: their UTF-8 bytes end to end, and the length of each.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+BoolArray = npt.NDArray[np.bool_]
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Uint8Array = npt.NDArray[np.uint8]
+Uint32Array = npt.NDArray[np.uint32]
+Uint64Array = npt.NDArray[np.uint64]
+
+
+def byte_strides(tensors: Sequence[Any], ndim: Int64Array | Uint8Array, width: int) -> Int64Array:
+    """Strides of tensors in bytes, int64 [N, width], right-aligned to `ndim` dimensions of each
+    row.
+
+    Leading dimensions that a tensor does not have are of size 1; their stride is 0.
+    """
+    rows = []
+    for tensor, dimensions in zip(tensors, ndim.tolist(), strict=True):
+        own = tensor.stride()
+        item_bytes = tensor.element_size()
+        rows.append(
+            [0] * (dimensions - len(own))
+            + [stride * item_bytes for stride in own]
+            + [0] * (width - dimensions)
+        )
+    return np.array(rows, np.int64).reshape(len(rows), width)
+
+
+def widen(column: Int64Array, width: int, fill: int) -> Int64Array:
+    """[N, D] padded on the right with `fill` to [N, width]."""
+    missing = width - column.shape[1]
+    return np.pad(column, ((0, 0), (0, missing)), constant_values=fill) if missing else column
+
+
+def join(columns: Sequence[npt.NDArray[Any]], dtype: Any, width: int | None = None) -> Any:
+    """Columns end to end; the caller names the dtype, also for no column at all."""
+    empty = np.zeros((0,) if width is None else (0, width), dtype)
+    return np.concatenate([empty, *columns]).astype(dtype, copy=False)
+
+
+def pack_keys(keys: Sequence[str]) -> list[npt.NDArray[Any]]:
+    """Keys as two columns: their UTF-8 bytes end to end, and the length of each (int64)."""
+    encoded = [key.encode("utf-8", "surrogatepass") for key in keys]
+    return [
+        np.frombuffer(b"".join(encoded), np.uint8),
+        np.fromiter(map(len, encoded), np.int64, len(encoded)),
+    ]
+
+
+def unpack_keys(text: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> tuple[str, ...]:
+    """Inverse of `pack_keys`; raises ValueError where the columns do not fit each other."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    if len(lengths) and (int(np.min(lengths)) < 0 or int(ends[-1]) != len(text)):
+        raise ValueError("key lengths do not add up to the key text")
+    data, bounds = text.tobytes(), [0, *ends.tolist()]
+    return tuple(
+        data[begin:end].decode("utf-8", "surrogatepass") for begin, end in pairwise(bounds)
+    )
+
+
+def pack_arrays(arrays: Sequence[npt.NDArray[Any]]) -> bytes:
+    """Arrays end to end in numpy's own `.npy` encoding, without pickle."""
+    out = io.BytesIO()
+    out.write(struct.pack("<q", len(arrays)))
+    for array in arrays:
+        np.lib.format.write_array(out, np.ascontiguousarray(array), allow_pickle=False)
+    return out.getvalue()
+
+
+def unpack_arrays(data: bytes) -> list[npt.NDArray[Any]]:
+    """Inverse of `pack_arrays`."""
+    source = io.BytesIO(data)
+    (count,) = struct.unpack("<q", source.read(8))
+    return [np.lib.format.read_array(source, allow_pickle=False) for _ in range(count)]

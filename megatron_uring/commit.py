@@ -1,0 +1,250 @@
+"""Commit: when a checkpoint begins to exist.
+
+Protocol
+--------
+1. A save has an id, 16 random hexadecimal digits; every file that it makes carries the id in its
+   name, so that nothing of an older checkpoint in the same directory is touched.
+2. Each subfile is written whole and ends with its own rows of the index; then every process that
+   wrote syncs its own descriptor. A failed sync is never retried: the save fails and its subfiles
+   are discarded.
+3. All ranks have reported success before step 4.
+4. Rank 0 writes the common state under the save id and syncs it, syncs the directory and its
+   parent, writes the index under a temporary name and syncs it.
+5. **rename to index.h5: the commit point.** The directory is synced.
+6. `metadata.json` and `common.pt` are replaced, each written beside, synced, renamed.
+7. Files of our own with another save id are deleted.
+
+Guarantees
+----------
+- A crash before 5 leaves the previous checkpoint of the directory, untouched; after 5 the new one
+  is whole.
+- Only names of `layout.save_id_of` are ever deleted: the directory holds others' files too.
+- If it cannot be known whether the rename happened, nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Iterator
+
+from megatron_uring import _engine
+from megatron_uring.errors import (
+    CheckpointError,
+    CorruptionError,
+    NotACheckpointError,
+    StorageError,
+    as_checkpoint_error,
+)
+from megatron_uring.layout import (
+    COMMON_NAME,
+    INDEX_NAME,
+    TRACKER_NAME,
+    Trailer,
+    common_name,
+    save_id_of,
+    temporary_name,
+)
+
+_ITERATION_DIRECTORY = re.compile(r"^iter_(\d{7,})$")
+
+
+def new_save_id() -> str:
+    """A save id: random, so that it neither repeats nor depends on a clock."""
+    return secrets.token_hex(8)
+
+
+def prepare_directory(directory: str) -> None:
+    """Make the checkpoint directory if it is missing, and find out whether it can be written.
+
+    Raises
+    ------
+    StorageError
+        If it is no directory, read-only, or not ours to write to.
+    """
+    with _translated("make checkpoint directory", directory):
+        os.makedirs(directory, exist_ok=True)
+        probe = os.path.join(directory, temporary_name("index", new_save_id()))
+        _engine.write_file(probe, b"")
+        _engine.remove(probe)
+
+
+def write_common(directory: str, save_id: str, data: bytes) -> int:
+    """Step 4: the common state under the save id, durable. Returns its CRC32C."""
+    path = os.path.join(directory, common_name(save_id))
+    with _translated("write common state", path):
+        _engine.write_file(path, data)
+    return _engine.crc32c(data)
+
+
+def read_common(directory: str, save_id: str, length: int, crc32c: int) -> bytes:
+    """The common state, checked against what the index says of it."""
+    path = os.path.join(directory, common_name(save_id))
+    try:
+        with _translated("read common state", path):
+            data = _engine.read_file(path)
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise CorruptionError(
+                "read common state", path=path, expected=f"{length} bytes", found="no such file"
+            ) from error
+        raise
+    found = _engine.crc32c(data)
+    if len(data) != length or found != crc32c:
+        raise CorruptionError(
+            "read common state",
+            path=path,
+            expected=f"{length} bytes with crc32c {crc32c:#010x}",
+            found=f"{len(data)} bytes with {found:#010x}",
+        )
+    return data
+
+
+def publish(directory: str, save_id: str, sealed_index: bytes) -> None:
+    """Steps 4 and 5: make the names durable, write the index beside, rename it.
+
+    Raises
+    ------
+    StorageError
+        If a step failed. Files of this save are removed then, unless the rename may have happened.
+    """
+    temporary = os.path.join(directory, temporary_name("index", save_id))
+    try:
+        with _translated("commit index", directory):
+            _engine.sync_directory(directory)
+            _engine.sync_directory(os.path.dirname(os.path.realpath(directory)))
+            _engine.write_file(temporary, sealed_index)
+            _engine.rename(temporary, os.path.join(directory, INDEX_NAME))
+            _engine.sync_directory(directory)
+    except CheckpointError:
+        if committed_save_id(directory) != save_id:
+            discard(directory, save_id)
+        raise
+
+
+def replace_file(directory: str, name: str, data: bytes, save_id: str) -> None:
+    """Step 6: `name` holds either its old content or `data`, whatever happens."""
+    kind = name.partition(".")[0]
+    temporary = os.path.join(directory, temporary_name(kind, save_id))
+    path = os.path.join(directory, name)
+    with _translated("replace file", path):
+        _engine.remove(temporary)
+        _engine.write_file(temporary, data)
+        _engine.rename(temporary, path)
+        _engine.sync_directory(directory)
+
+
+def committed_save_id(directory: str) -> str | None:
+    """Save id of the committed index, from its trailer alone; None if there is none or it cannot be
+    read.
+    """
+    path = os.path.join(directory, INDEX_NAME)
+    try:
+        with open(path, "rb") as file:
+            file.seek(-Trailer.SIZE_BYTES, os.SEEK_END)
+            position = file.tell()
+            return Trailer.unpack(file.read(), path, position).save_id
+    except (OSError, CheckpointError):
+        return None
+
+
+def sweep(directory: str, save_id: str) -> list[str]:
+    """Step 7: delete what other saves left here. Returns the names; failures are left for the next
+    save.
+    """
+    removed = []
+    for name in _own_names(directory):
+        if save_id_of(name) != save_id:
+            with contextlib.suppress(OSError):
+                _engine.remove(os.path.join(directory, name))
+                removed.append(name)
+    return removed
+
+
+def retire(directory: str) -> None:
+    """Remove our checkpoint from a directory in which another format has just been committed."""
+    if os.path.exists(os.path.join(directory, INDEX_NAME)):
+        with _translated("remove superseded index", directory):
+            _engine.remove(os.path.join(directory, INDEX_NAME))
+            _engine.sync_directory(directory)
+    for name in _own_names(directory):
+        with contextlib.suppress(OSError):
+            _engine.remove(os.path.join(directory, name))
+
+
+def discard(directory: str, save_id: str) -> None:
+    """Delete every file of a save that was not committed."""
+    for name in _own_names(directory):
+        if save_id_of(name) == save_id:
+            with contextlib.suppress(OSError):
+                _engine.remove(os.path.join(directory, name))
+
+
+def replace_common(directory: str, data: bytes, save_id: str) -> None:
+    """Step 6: `common.pt`, for tools that read it without us. Our own loading never does."""
+    replace_file(directory, COMMON_NAME, data, save_id)
+
+
+def resolve_latest(root: str) -> str:
+    """Directory of the newest committed checkpoint under a save root, or `root` itself if it is
+    one.
+
+    The tracker file is believed if what it names is committed; else (empty, stale, ahead of the
+    data) the highest committed iteration counts.
+
+    Raises
+    ------
+    NotACheckpointError
+        If there is none.
+    """
+    if os.path.exists(os.path.join(root, INDEX_NAME)):
+        return root  # damaged or not: reading it says what is wrong
+    named = _tracked_iteration(root)
+    candidates = sorted(_iterations(root), reverse=True)
+    if named is not None:
+        candidates.sort(key=lambda found: found[0] != named)
+    for _, directory in candidates:
+        if committed_save_id(directory) is not None:
+            return directory
+    raise NotACheckpointError(
+        "resolve newest checkpoint",
+        path=root,
+        expected=f"{INDEX_NAME} in it or in one of its iter_* directories",
+        found=f"{len(candidates)} iter_* directories, none committed",
+    )
+
+
+def _tracked_iteration(root: str) -> int | None:
+    try:
+        with open(os.path.join(root, TRACKER_NAME), encoding="utf-8") as file:
+            return int(file.read().strip())
+    except (OSError, ValueError):
+        return None
+
+
+def _iterations(root: str) -> Iterator[tuple[int, str]]:
+    try:
+        names = os.listdir(root)
+    except OSError:
+        return
+    for name in names:
+        match = _ITERATION_DIRECTORY.match(name)
+        if match:
+            yield int(match.group(1)), os.path.join(root, name)
+
+
+def _own_names(directory: str) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(directory) if save_id_of(name) is not None)
+    except OSError:
+        return []
+
+
+@contextlib.contextmanager
+def _translated(operation: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise as_checkpoint_error(error, operation, path) from error

@@ -1,0 +1,185 @@
+"""What an index holds, and what must be true of it before anybody follows it.
+
+Guarantees
+----------
+- `check_index` refuses columns that differ in length, extents outside every region, regions outside
+  their subfile or with too few checksums: what passes points nowhere outside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megatron_uring.columns import Int32Array, Int64Array
+from megatron_uring.errors import CorruptionError
+from megatron_uring.layout import BLOCK_BYTES, PAGE_BYTES
+from megatron_uring.tables import Contents, Extents, Regions, ShardTable, Structure
+
+_NO_COMMON = -1
+
+
+@dataclass(frozen=True)
+class Index:
+    """All that is known of a checkpoint, or, in a subfile's footer, of one group's part of it.
+
+    Attributes
+    ----------
+    shards, shard_extents
+        A row for each saved shard.
+    object_keys, object_extents
+        A row for each object.
+    regions
+        What ranks wrote, with checksums.
+    subfile_number : int32 [F]
+    subfile_length : int64 [F]
+        Bytes of each subfile.
+    common_length, common_crc32c
+        Of the common state's file; a length of -1 says there is none.
+    facts
+        Text about the save: software versions, mode. Nothing depends on it.
+    """
+
+    save_id: str
+    shards: ShardTable
+    shard_extents: Extents
+    object_keys: tuple[str, ...]
+    object_extents: Extents
+    regions: Regions
+    subfile_number: Int32Array
+    subfile_length: Int64Array
+    common_length: int = _NO_COMMON
+    common_crc32c: int = 0
+    facts: dict[str, str] = field(default_factory=dict)
+
+    def names_in(self, subfile: int, start: int, end: int) -> list[str]:
+        """Keys of the tensors and objects that have a byte in [start, end) of a subfile."""
+        names = []
+        for extents, keys in (
+            (self.shard_extents, [self.shards.keys[i] for i in self.shards.tensor.tolist()]),
+            (self.object_extents, list(self.object_keys)),
+        ):
+            inside = (
+                (extents.subfile == subfile)
+                & (extents.start < end)
+                & (extents.start + extents.length > start)
+            )
+            names += [keys[row] for row in np.flatnonzero(inside).tolist()]
+        return names
+
+
+def assemble_index(
+    save_id: str,
+    structure: Structure,
+    contents: Contents,
+    facts: dict[str, str],
+    open_end: int | None,
+) -> Index:
+    """Join what is known before the write with what is known after it.
+
+    Subfiles end with their last region, or, before the footer exists, at `open_end`.
+    """
+    owned = np.flatnonzero(structure.owner)
+    extents, regions = structure.extents, contents.regions
+    numbers = np.unique(regions.subfile).astype(np.int32)
+    length = np.zeros(len(numbers), np.int64)
+    np.maximum.at(length, np.searchsorted(numbers, regions.subfile), regions.start + regions.length)
+    if open_end is not None:
+        length[:] = open_end
+    return Index(
+        save_id,
+        structure.shards.take(owned).compact(),
+        Extents(extents.subfile[owned], extents.start[owned], extents.length[owned]),
+        contents.object_keys,
+        contents.object_extents,
+        regions,
+        numbers,
+        length,
+        facts=facts,
+    )
+
+
+def check_index(index: Index, path: object) -> None:
+    """Refuse an index that points outside its subfiles or whose columns differ in length."""
+    shards, regions = index.shards, index.regions
+    problems = []
+    for name, extents, count in (
+        ("shards", index.shard_extents, len(shards)),
+        ("objects", index.object_extents, len(index.object_keys)),
+    ):
+        columns = (extents.subfile, extents.start, extents.length)
+        if any(len(column) != count for column in columns):
+            problems.append(f"{name}: columns differ in length")
+        elif not _inside_regions(extents, regions):
+            problems.append(f"{name}: an extent lies outside every region")
+    if (shards.shape < 0).any() or (shards.global_shape < 0).any():
+        problems.append("shards: a negative shape")
+    elif (
+        len(shards) == len(index.shard_extents)
+        and (shards.lengths() != index.shard_extents.length).any()
+    ):
+        problems.append("shards: length and shape differ")
+    if problems:
+        raise CorruptionError("parse index", path=path, found="; ".join(problems))
+    _check_regions(index, path)
+
+
+def _inside_regions(extents: Extents, regions: Regions) -> bool:
+    filled = extents.length != 0
+    subfile, start = extents.subfile[filled].astype(np.int64), extents.start[filled]
+    if not len(start):
+        return True
+    if not len(regions) or (start < 0).any() or (extents.length < 0).any():
+        return False
+    axis = (regions.subfile.astype(np.int64) << 43) | regions.start
+    order = np.argsort(axis)
+    place = np.searchsorted(axis[order], (subfile << 43) | start, "right") - 1
+    owner = order[np.maximum(place, 0)]
+    return bool(
+        (place >= 0).all()
+        and (regions.subfile[owner] == subfile).all()
+        and (start + extents.length[filled] <= regions.start[owner] + regions.length[owner]).all()
+    )
+
+
+def _check_regions(index: Index, path: object) -> None:
+    regions = index.regions
+    counts = {len(regions.rank), len(regions.subfile), len(regions.start), len(regions.length)}
+    fits = len(counts) == 1 and len(index.subfile_number) == len(index.subfile_length)
+    fits = fits and bool((np.diff(index.subfile_number) > 0).all())
+    if fits:
+        place = np.searchsorted(index.subfile_number, regions.subfile)
+        known = place < len(index.subfile_number)
+        fits = bool(known.all()) and bool(
+            (index.subfile_number[place] == regions.subfile).all()
+            and (regions.start >= 0).all()
+            and (regions.start % BLOCK_BYTES == 0).all()
+            and (regions.length > 0).all()
+            and (regions.length % PAGE_BYTES == 0).all()
+            and (regions.start + regions.length <= index.subfile_length[place]).all()
+            and regions.first_block()[-1] == len(regions.crc32c)
+        )
+    if not fits:
+        raise CorruptionError(
+            "parse index", path=path, found="regions that do not fit the subfiles"
+        )
+
+
+def with_common(index: Index, length: int, crc32c: int) -> Index:
+    """`index` with the length and checksum of the common state's file."""
+    return replace(index, common_length=length, common_crc32c=crc32c)
+
+
+def without_tensors(index: Index, key_prefix: str) -> Index:
+    """`index` without the tensors whose key begins with `key_prefix`; their bytes stay in the
+    subfiles.
+    """
+    stays = np.array([not key.startswith(key_prefix) for key in index.shards.keys], bool)
+    rows = np.flatnonzero(stays[index.shards.tensor]) if len(stays) else np.zeros(0, np.intp)
+    extents = index.shard_extents
+    return replace(
+        index,
+        shards=index.shards.take(rows).compact(),
+        shard_extents=Extents(extents.subfile[rows], extents.start[rows], extents.length[rows]),
+    )

@@ -1,0 +1,294 @@
+"""Plans: shards to extents on the way out, requests to ranges and boxes on the way in.
+
+Guarantees
+----------
+- Pure: no file, no communication, no address is kept; the same input gives the same plan.
+- Numpy columns only: time and memory are linear in the number of shards (of shard-request pairs
+  when restoring).
+- Save: extents of one region never overlap; a shard under 1 MiB starts at a multiple of 64, a
+  larger one at a multiple of 4096; no two regions share a checksum block, no two tensor regions a
+  stripe. Offsets are fixed before any byte moves.
+- Restore: every element of every request is covered by exactly one saved shard, or the key is
+  named.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_uring.columns import BoolArray, Int32Array, Int64Array, Uint32Array, widen
+from megatron_uring.errors import StateMismatchError
+from megatron_uring.layout import (
+    BLOCK_BYTES,
+    DTYPE_BYTES,
+    LARGE_SHARD_BYTES,
+    PAGE_BYTES,
+    SMALL_ALIGNMENT_BYTES,
+    SUPERBLOCK_BYTES,
+    round_up,
+)
+from megatron_uring.tables import Boxes, Extents, Regions, RestorePlan, ShardTable, describe_shard
+
+# Comparing a mistyped key with every key of a huge checkpoint would take minutes.
+_SIMILAR_AMONG = 20_000
+
+
+@dataclass(frozen=True)
+class RegionPlan:
+    """What one rank will write: starts relative to its two regions, and how long they are."""
+
+    shard_start: Int64Array
+    object_start: Int64Array
+    tensor_bytes: int
+    object_bytes: int
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Where the regions of a group's members begin in their subfile, int64 [members], and where the
+    tail begins.
+    """
+
+    tensor_start: Int64Array
+    object_start: Int64Array
+    footer_start: int
+
+
+def plan_region(shard_bytes: Int64Array, object_bytes: Int64Array, *, head: bool) -> RegionPlan:
+    """Place one rank's shards and objects, each in its region.
+
+    Parameters
+    ----------
+    shard_bytes, object_bytes : int64 [N], int64 [M]
+        Lengths.
+    head
+        Whether the tensor region opens the subfile, behind the superblock.
+    """
+    first = SUPERBLOCK_BYTES if head else 0
+    large = shard_bytes >= LARGE_SHARD_BYTES
+    shard_start = np.empty(len(shard_bytes), np.int64)
+    shard_start[large], end = _pack(shard_bytes[large], first, PAGE_BYTES)
+    shard_start[~large], end = _pack(shard_bytes[~large], end, SMALL_ALIGNMENT_BYTES)
+    object_start, object_end = _pack(object_bytes, 0, SMALL_ALIGNMENT_BYTES)
+    return RegionPlan(
+        shard_start,
+        object_start,
+        round_up(end, PAGE_BYTES) if end else 0,
+        round_up(object_end, PAGE_BYTES),
+    )
+
+
+def _pack(lengths: Int64Array, first: int, alignment: int) -> tuple[Int64Array, int]:
+    steps = -(-lengths // alignment) * alignment
+    ends = first + np.cumsum(steps, dtype=np.int64)
+    return ends - steps, int(ends[-1]) if len(ends) else first
+
+
+def plan_group(
+    tensor_bytes: Int64Array, object_bytes: Int64Array, *, stripe_bytes: int
+) -> GroupPlan:
+    """Lay the members' regions one behind the other: all tensor regions, then all object regions,
+    then the footer.
+
+    A tensor region begins at a multiple of lcm(`stripe_bytes`, 1 MiB), an object region and the
+    footer on a new block.
+    """
+    alignment = math.lcm(max(stripe_bytes, 1), BLOCK_BYTES)
+    tensor_start, end = _pack(tensor_bytes, 0, alignment)
+    object_start, end = _pack(object_bytes, end, BLOCK_BYTES)
+    return GroupPlan(tensor_start, object_start, end)
+
+
+def plan_boxes(shards: ShardTable, memory_strides: Int64Array) -> Boxes:
+    """Whole shards, as they lie in memory (byte strides int64 [N, D]), against their contiguous
+    extents.
+    """
+    item_bytes = DTYPE_BYTES[shards.dtype]
+    strides = contiguous_strides(shards.shape, item_bytes)
+    return merge_runs(shards.shape, strides, memory_strides, item_bytes)
+
+
+def contiguous_strides(shape: Int64Array, item_bytes: Int64Array) -> Int64Array:
+    """Byte strides of C-ordered boxes: `shape` int64 [N, D], `item_bytes` int64 [N] -> int64 [N,
+    D].
+    """
+    strides = np.empty_like(shape)
+    step = item_bytes.copy()
+    for dimension in range(shape.shape[1] - 1, -1, -1):
+        strides[:, dimension] = step
+        step = step * np.maximum(shape[:, dimension], 1)
+    return strides
+
+
+def merge_runs(
+    counts: Int64Array,
+    file_strides: Int64Array,
+    memory_strides: Int64Array,
+    item_bytes: Int64Array,
+) -> Boxes:
+    """Fold dimensions that are contiguous on both sides into the run; drop dimensions nobody uses.
+
+    All arguments have a row for each box; `item_bytes` is where the run begins to grow from.
+    """
+    run, counts = item_bytes.copy(), counts.copy()
+    growing = np.ones(len(run), bool)
+    for dimension in range(counts.shape[1] - 1, -1, -1):
+        count = counts[:, dimension]
+        single = count == 1
+        touching = (file_strides[:, dimension] == run) & (memory_strides[:, dimension] == run)
+        fold = growing & (single | touching)
+        run = np.where(fold, run * count, run)
+        growing = growing & (single | touching)
+        counts[:, dimension] = np.where(fold, 1, count)
+    used = np.any(counts != 1, axis=0)
+    return Boxes(run, counts[:, used], file_strides[:, used], memory_strides[:, used])
+
+
+# -------------------------------------------------------------------------------------------------
+# restore
+
+
+def plan_restore(
+    saved: ShardTable,
+    extents: Extents,
+    regions: Regions,
+    wanted: ShardTable,
+    memory_strides: Int64Array,
+    *,
+    gap_bytes: int,
+    partial: BoolArray | None = None,
+) -> RestorePlan:
+    """Intersect the wanted boxes with the saved ones, and coalesce what must be read.
+
+    Parameters
+    ----------
+    saved, extents
+        The shards of the checkpoint and where they lie, a row each.
+    wanted
+        Requests: boxes of global tensors (``offset``, ``shape``); their keys are all in `saved`.
+    memory_strides : int64 [requests, D]
+        Of the destinations, in bytes.
+    gap_bytes
+        Unneeded bytes that may be read to make one range out of two.
+    partial : bool [requests]
+        Requests that may reach beyond the saved tensor; only the overlap is restored.
+    """
+    pair_request, pair_saved = _pairs(saved, wanted)
+    width = max(saved.shape.shape[1], wanted.shape.shape[1])
+    saved_offset, saved_shape = widen(saved.offset, width, 0), widen(saved.shape, width, 1)
+    wanted_offset, wanted_shape = widen(wanted.offset, width, 0), widen(wanted.shape, width, 1)
+    low = np.maximum(saved_offset[pair_saved], wanted_offset[pair_request])
+    high = np.minimum(
+        (saved_offset + saved_shape)[pair_saved], (wanted_offset + wanted_shape)[pair_request]
+    )
+    hit = np.all(low < high, axis=1)
+    low, high = low[hit], high[hit]
+    pair_request, pair_saved = pair_request[hit], pair_saved[hit]
+    counts = high - low
+    _check_covered(wanted, pair_request, np.prod(counts, axis=1, dtype=np.int64), partial)
+
+    item_bytes = DTYPE_BYTES[saved.dtype]
+    file_strides = contiguous_strides(saved_shape, item_bytes)[pair_saved]
+    piece_start = extents.start[pair_saved] + np.sum(
+        (low - saved_offset[pair_saved]) * file_strides, axis=1
+    )
+    strides = widen(memory_strides, width, 0)[pair_request]
+    memory_offset = np.sum((low - wanted_offset[pair_request]) * strides, axis=1)
+    boxes = merge_runs(counts, file_strides, strides, item_bytes[pair_saved])
+
+    subfile = extents.subfile[pair_saved]
+    order = np.lexsort((piece_start, subfile))
+    last = piece_start + boxes.run_bytes + np.sum((boxes.counts - 1) * boxes.file_strides, axis=1)
+    ranges = _coalesce(subfile[order], piece_start[order], last[order], regions, gap_bytes)
+    return RestorePlan(
+        *ranges,
+        piece_subfile=subfile[order],
+        piece_start=piece_start[order],
+        request=pair_request[order],
+        memory_offset=memory_offset[order],
+        boxes=Boxes(
+            boxes.run_bytes[order],
+            boxes.counts[order],
+            boxes.file_strides[order],
+            boxes.memory_strides[order],
+        ),
+    )
+
+
+def _pairs(saved: ShardTable, wanted: ShardTable) -> tuple[Int64Array, Int64Array]:
+    """Every (request, saved shard) of the same key, int64 [P] each."""
+    position = {key: number for number, key in enumerate(saved.keys)}
+    number = np.fromiter((position[key] for key in wanted.keys), np.int64, len(wanted.keys))
+    tensor = number[wanted.tensor] if len(wanted) else np.zeros(0, np.int64)
+    order = np.argsort(saved.tensor, kind="stable")
+    bounds = np.searchsorted(saved.tensor[order], np.arange(len(saved.keys) + 1))
+    counts = bounds[tensor + 1] - bounds[tensor]
+    request = np.repeat(np.arange(len(wanted), dtype=np.int64), counts)
+    within = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return request, order[np.repeat(bounds[tensor], counts) + within].astype(np.int64)
+
+
+def _check_covered(
+    wanted: ShardTable,
+    pair_request: Int64Array,
+    volume: Int64Array,
+    partial: BoolArray | None,
+) -> None:
+    need = np.prod(wanted.shape, axis=1, dtype=np.int64)
+    have = np.zeros(len(wanted), np.int64)
+    np.add.at(have, pair_request, volume)
+    short = need != have
+    if partial is not None:
+        short &= ~partial
+    if np.any(short):
+        row = int(np.argmax(short))
+        raise StateMismatchError(
+            f"plan restore: tensor {wanted.keys[wanted.tensor[row]]!r}",
+            expected=describe_shard(wanted, row),
+            found=f"{have[row]} of its {need[row]} elements in the checkpoint",
+        )
+
+
+def _coalesce(
+    subfile: Int32Array, start: Int64Array, end: Int64Array, regions: Regions, gap_bytes: int
+) -> tuple[Int32Array, Int64Array, Int64Array, Uint32Array]:
+    """Ranges of whole blocks, each within one region, that hold every [start, end) of the sorted
+    pieces.
+    """
+    order = np.lexsort((regions.start, regions.subfile))
+    first_block = regions.first_block()
+    # one sorted axis for (subfile, offset): a subfile is far shorter than 2^43 bytes
+    axis = (regions.subfile[order].astype(np.int64) << 43) | regions.start[order]
+    owner = order[np.searchsorted(axis, (subfile.astype(np.int64) << 43) | start, "right") - 1]
+    base = regions.start[owner]
+    begin = base + (start - base) // BLOCK_BYTES * BLOCK_BYTES
+    stop = np.minimum(
+        base + -(-(end - base) // BLOCK_BYTES) * BLOCK_BYTES, base + regions.length[owner]
+    )
+    if not len(start):
+        return subfile, begin, stop - begin, np.zeros(0, np.uint32)
+    new_owner = np.concatenate([[True], owner[1:] != owner[:-1]])
+    group = np.cumsum(new_owner) - 1
+    # furthest byte that any earlier piece of the same region needs: pieces may nest
+    reach = np.maximum.accumulate(stop + (group << 44)) - (group << 44)
+    cut = new_owner.copy()
+    cut[1:] |= begin[1:] > reach[:-1] + gap_bytes
+    firsts = np.flatnonzero(cut)
+    lasts = np.append(firsts[1:], len(start)) - 1
+    range_start, range_length = begin[firsts], reach[lasts] - begin[firsts]
+    block = first_block[owner[firsts]] + (range_start - base[firsts]) // BLOCK_BYTES
+    counts = -(-range_length // BLOCK_BYTES)
+    rows = np.repeat(block - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+    return subfile[firsts], range_start, range_length, regions.crc32c[rows]
+
+
+def similar_keys(key: str, keys: Sequence[str]) -> str:
+    """For messages: the keys most like `key`, and how many there are in all."""
+    close = difflib.get_close_matches(key, keys[:_SIMILAR_AMONG], n=3, cutoff=0.7)
+    near = f"; similar: {', '.join(map(repr, close))}" if close else ""
+    return f"{len(keys)} others{near}"

@@ -1,0 +1,106 @@
+"""Steps that all ranks take together, and bounded waits on native jobs.
+
+Guarantees
+----------
+- An error in a `step`, on whichever rank, is raised on all ranks: none goes on alone.
+- A wait ends when the job is done, when it failed, or when it made no progress for `timeout_s`: a
+  slow disk makes progress, a stuck one does not.
+- While it waits it reports the bytes done, so that ranks that wait for this one wait on.
+- Memory that a job may still touch is never given back: a wait that is left early cancels the job,
+  and what is still in flight after a grace keeps its memory for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from megatron_uring import _engine
+from megatron_uring.comm import Communicator
+from megatron_uring.errors import StorageError, as_checkpoint_error
+
+_POLL_S = 0.05
+_GRACE_S = 5.0
+_leaked: list[tuple[_engine.Job, object]] = []
+
+
+@contextlib.contextmanager
+def step(world: Communicator, name: str) -> Iterator[None]:
+    """Local work whose error, on whichever rank, is raised on all; no collective may be inside."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = as_checkpoint_error(caught, name)
+    world.agree(name, error)
+
+
+def wait_for_job(
+    job: _engine.Job,
+    operation: str,
+    path: object,
+    timeout_s: float,
+    *,
+    alive: object = None,
+    report: Callable[[int], None] | None = None,
+) -> None:
+    """Wait until `job` is done.
+
+    Parameters
+    ----------
+    operation, path
+        What and where, for the message.
+    timeout_s
+        Longest time without progress, in seconds.
+    alive
+        Keeps the memory that the job works on.
+    report
+        Called with the bytes done so far, about twenty times a second.
+
+    Raises
+    ------
+    StorageError
+        With errno's text if the job failed, or if it made no progress for `timeout_s`.
+    """
+    try:
+        _poll(job, operation, path, timeout_s, report)
+    except OSError as error:
+        raise as_checkpoint_error(error, operation, path) from error
+    finally:
+        _abandon(job, alive)
+
+
+def _poll(
+    job: _engine.Job,
+    operation: str,
+    path: object,
+    timeout_s: float,
+    report: Callable[[int], None] | None,
+) -> None:
+    progress, deadline = -1, time.monotonic() + timeout_s
+    while not job.wait(_POLL_S):
+        done = job.bytes_done
+        if done != progress:
+            progress, deadline = done, time.monotonic() + timeout_s
+        elif time.monotonic() > deadline:
+            raise StorageError(
+                operation,
+                path=path,
+                expected=f"{job.bytes_total} bytes",
+                found=f"{done} after {timeout_s:g} s without progress",
+                cause="the file system does not answer",
+            )
+        if report is not None:
+            report(done)
+
+
+def _abandon(job: _engine.Job, alive: object) -> None:
+    if job.done():
+        return
+    job.cancel()
+    deadline = time.monotonic() + _GRACE_S
+    while not job.done() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    if not job.done():
+        _leaked.append((job, alive))

@@ -1,0 +1,353 @@
+"""State providers: each gives a part of the state as shards and objects; providers compose.
+
+Guarantees
+----------
+- A plain tensor becomes a shard without a copy: address, shape and strides of its own elements,
+  never of the storage it is a view of. The provided state keeps a reference to it until the save is
+  over.
+- A tensor subclass without plain storage (quantized), a conjugated or negated view and a sparse
+  tensor are turned into plain tensors first, as `torch_dist` does, or refused by name.
+- Objects are serialized before `collect` returns, and loaded back on trial with
+  ``weights_only=True``: what could not be restored fails now, naming key and class. Loading never
+  runs code from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_uring.columns import Int64Array, byte_strides
+from megatron_uring.errors import CheckpointError, StateMismatchError, UnsupportedError
+from megatron_uring.layout import DTYPE_NAMES, MAXIMUM_DIMENSIONS
+from megatron_uring.nesting import flatten
+from megatron_uring.tables import Provided, ShardTable
+
+_DTYPE_CODE = {
+    getattr(torch, name): code for code, name in enumerate(DTYPE_NAMES) if hasattr(torch, name)
+}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A tensor as a piece of a global tensor.
+
+    Parameters
+    ----------
+    tensor
+        The local data, shape ``[...]``.
+    global_shape, offset
+        Of the global tensor and of this piece in it; as many dimensions as the global tensor has,
+        which may be more than `tensor` has if the leading ones are of size 1.
+    owner
+        Whether this rank writes it. Of all ranks that hold the same piece exactly one does.
+    """
+
+    tensor: torch.Tensor
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    owner: bool = True
+
+
+class StateProvider(Protocol):
+    """Gives a part of the state."""
+
+    def collect(self) -> Provided:
+        """The state as it is now; called once for each save, on every rank."""
+        ...
+
+
+class TensorProvider:
+    """Shards by key.
+
+    Parameters
+    ----------
+    shards
+        Pairs of key and `Shard`; a key may come several times, with different pieces.
+    """
+
+    def __init__(self, shards: Iterable[tuple[str, Shard]]) -> None:
+        self._shards = list(shards)
+
+    def collect(self) -> Provided:
+        """Columns over the shards; no element is copied unless the tensor has no plain storage."""
+        shards = [
+            (key, replace(shard, tensor=plain_tensor(key, shard.tensor)))
+            for key, shard in self._shards
+        ]
+        table = describe(shards)
+        tensors = tuple(shard.tensor for _, shard in shards)
+        owner = np.fromiter((shard.owner for _, shard in shards), bool, len(shards))
+        strides = byte_strides(tensors, table.ndim, table.shape.shape[1])
+        return Provided(table, owner, tensors, strides, (), ())
+
+
+class ObjectProvider:
+    """Python objects by key, of which this rank is the one that writes them."""
+
+    def __init__(
+        self, objects: Mapping[str, object], *, allowed_globals: Sequence[str] = ()
+    ) -> None:
+        self._objects = dict(objects)
+        self._allowed_globals = tuple(allowed_globals)
+
+    def collect(self) -> Provided:
+        """The objects as bytes; raises `StateMismatchError` for one that could not be loaded
+        again.
+        """
+        payloads = tuple(
+            serialize_object(key, value, self._allowed_globals)
+            for key, value in self._objects.items()
+        )
+        nothing = TensorProvider(()).collect()
+        return Provided(
+            nothing.shards, nothing.owner, (), nothing.strides, tuple(self._objects), payloads
+        )
+
+
+class CompositeProvider:
+    """Several providers as one."""
+
+    def __init__(self, providers: Iterable[StateProvider]) -> None:
+        self._providers = list(providers)
+
+    def collect(self) -> Provided:
+        """Everything that the parts give, in order."""
+        parts = [provider.collect() for provider in self._providers]
+        table = ShardTable.concatenate([part.shards for part in parts])
+        width = table.shape.shape[1]
+        return Provided(
+            table,
+            np.concatenate([np.zeros(0, bool), *(part.owner for part in parts)]),
+            tuple(tensor for part in parts for tensor in part.tensors),
+            np.concatenate(
+                [
+                    np.zeros((0, width), np.int64),
+                    *(
+                        np.pad(part.strides, ((0, 0), (0, width - part.strides.shape[1])))
+                        for part in parts
+                    ),
+                ]
+            ),
+            tuple(key for part in parts for key in part.object_keys),
+            tuple(data for part in parts for data in part.objects),
+        )
+
+
+# -------------------------------------------------------------------------------------------------
+# nested state dicts
+
+
+def provide_state(
+    state: Mapping[str, object], *, rank: int, allowed_globals: Sequence[str] = ()
+) -> StateProvider:
+    """Provider over a nested state dict.
+
+    `Shard` leaves are taken as they are. Every other tensor or object is taken to be replicated:
+    rank 0 writes it, and a key that rank 0 does not have is refused when the ranks compare.
+    """
+    shards: list[tuple[str, Shard]] = []
+    objects: dict[str, object] = {}
+    for key, leaf in flatten(state):
+        if isinstance(leaf, Shard):
+            shards.append((key, leaf))
+        elif isinstance(leaf, torch.Tensor):
+            shape = tuple(leaf.shape)
+            shards.append((key, Shard(leaf, shape, (0,) * len(shape), owner=rank == 0)))
+        elif rank == 0:
+            objects[key] = leaf
+    return CompositeProvider(
+        [TensorProvider(shards), ObjectProvider(objects, allowed_globals=allowed_globals)]
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# tensors
+
+
+def describe(shards: Sequence[tuple[str, Shard]]) -> ShardTable:
+    """The shards' columns.
+
+    Raises
+    ------
+    StateMismatchError
+        If shape, global shape and offset of one do not have fitting numbers of dimensions.
+    UnsupportedError
+        For a dtype that the format does not know.
+    """
+    for key, shard in shards:
+        _check_dimensions(key, shard)
+    count = len(shards)
+    ndim = np.fromiter((len(shard.global_shape) for _, shard in shards), np.uint8, count)
+    width = int(ndim.max()) if count else 0
+
+    def padded(rows: Iterable[Sequence[int]], fill: int) -> Int64Array:
+        filled = [[*row, *[fill] * (width - len(row))] for row in rows]
+        return np.array(filled, np.int64).reshape(count, width)
+
+    keys, tensor = _number_keys(key for key, _ in shards)
+    return ShardTable(
+        keys,
+        tensor,
+        np.fromiter((dtype_code(key, shard.tensor) for key, shard in shards), np.uint8, count),
+        ndim,
+        padded((shard.global_shape for _, shard in shards), 1),
+        padded((shard.offset for _, shard in shards), 0),
+        padded(
+            (
+                [*[1] * (len(shard.global_shape) - shard.tensor.ndim), *shard.tensor.shape]
+                for _, shard in shards
+            ),
+            1,
+        ),
+    )
+
+
+def is_tensor(value: object) -> bool:
+    """Whether `value` is a torch tensor."""
+    return isinstance(value, torch.Tensor)
+
+
+def new_tensor(code: int, shape: Sequence[int]) -> torch.Tensor:
+    """An uninitialised tensor on the CPU of an on-disk dtype."""
+    return torch.empty(list(shape), dtype=torch_dtype(code), device="cpu")
+
+
+def plain_tensor(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` itself, or a plain strided one with the same values where it has no plain storage.
+
+    Raises
+    ------
+    UnsupportedError
+        For sparse, meta and nested tensors.
+    """
+    # every tensor has a dequantize() that makes float32 of it; quantized classes have their own
+    if type(tensor).dequantize is not torch.Tensor.dequantize:
+        tensor = tensor.dequantize()
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        raise UnsupportedError(
+            f"save tensor {key!r}",
+            expected="a dense tensor with data",
+            found=f"{tensor.layout} on {tensor.device}",
+        )
+    return tensor.resolve_conj().resolve_neg()
+
+
+def dtype_code(key: str, tensor: torch.Tensor) -> int:
+    """On-disk code of the dtype; raises `UnsupportedError` for one that the format does not
+    know.
+    """
+    code = _DTYPE_CODE.get(tensor.dtype)
+    if code is None:
+        known = ", ".join(DTYPE_NAMES)
+        raise UnsupportedError(
+            f"save tensor {key!r}", expected=f"a dtype of {known}", found=tensor.dtype
+        )
+    return code
+
+
+def torch_dtype(code: int) -> torch.dtype:
+    """Inverse of `dtype_code`; raises `UnsupportedError` where this torch lacks the dtype."""
+    dtype = getattr(torch, DTYPE_NAMES[code], None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedError(
+            "restore tensor", expected=f"a torch with {DTYPE_NAMES[code]}", found=torch.__version__
+        )
+    return dtype
+
+
+def _check_dimensions(key: str, shard: Shard) -> None:
+    tensor, ndim = shard.tensor, len(shard.global_shape)
+    prepended = ndim - tensor.ndim
+    if len(shard.offset) != ndim or prepended < 0 or ndim > MAXIMUM_DIMENSIONS:
+        raise StateMismatchError(
+            f"save tensor {key!r}",
+            expected=f"global shape and offset of {tensor.ndim} to {MAXIMUM_DIMENSIONS} dimensions",
+            found=f"global shape {shard.global_shape}, offset {shard.offset}",
+        )
+
+
+def _number_keys(keys: Iterable[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
+    position: dict[str, int] = {}
+    numbers = [position.setdefault(key, len(position)) for key in keys]
+    return tuple(position), np.array(numbers, np.int32)
+
+
+# -------------------------------------------------------------------------------------------------
+# objects
+
+
+def serialize_object(key: str, value: object, allowed_globals: Sequence[str] = ()) -> bytes:
+    """`value` as bytes, proved to load again.
+
+    Raises
+    ------
+    StateMismatchError
+        Naming key and class, if it cannot be pickled or not be loaded with ``weights_only=True``.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        data = buffer.getvalue()
+        deserialize_object(key, data, allowed_globals)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise StateMismatchError(
+            f"serialize object {key!r}", found=_class_name(value), cause=_reason(error)
+        ) from error
+    return data
+
+
+def deserialize_object(key: str, data: bytes, allowed_globals: Sequence[str] = ()) -> object:
+    """Inverse of `serialize_object`, without running any code of the checkpoint."""
+    try:
+        with _safe_globals(allowed_globals):
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        raise StateMismatchError(
+            f"load object {key!r}",
+            cause=f"{_reason(error)}; a class that you trust can be named in allowed_globals",
+        ) from error
+
+
+@contextlib.contextmanager
+def _safe_globals(names: Sequence[str]) -> Iterator[None]:
+    with torch.serialization.safe_globals([_import_global(name) for name in names]):
+        yield
+
+
+def _import_global(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UnsupportedError(
+            "read option allowed_globals", expected="module.name", found=repr(name), cause=error
+        ) from error
+
+
+def _class_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _reason(error: Exception) -> str:
+    """The class that torch refused, if that is what happened; else the first line of the
+    message.
+    """
+    refused = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
+    if refused:
+        return f"class {refused.group(1)} is not allowed"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

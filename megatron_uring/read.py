@@ -1,0 +1,172 @@
+"""Reading: coalesced ranges through the engine, checked, to where they belong.
+
+Guarantees
+----------
+- A subfile whose length differs from the index's is refused before anything is read from it.
+- A block whose checksum differs is never scattered; the error names file, offset, expected and
+  found checksum, and the tensors that lie in it.
+- Reads only; no lock, no collective, no file is created.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from megatron_uring import _engine
+from megatron_uring.columns import Int32Array, Int64Array, Uint32Array
+from megatron_uring.errors import CorruptionError, as_checkpoint_error
+from megatron_uring.layout import BLOCK_BYTES, subfile_name
+from megatron_uring.progress import wait_for_job
+from megatron_uring.tables import Staged
+
+# Below this a read is buffered: the page cache may hold it, and read-ahead beats the set-up of
+# direct I/O.
+_DIRECT_FROM_BYTES = 64 << 20
+_NAMES_LISTED = 4
+
+NamesInRange = Callable[[int, int, int], Sequence[str]]
+
+
+@contextlib.contextmanager
+def open_subfiles(
+    directory: str,
+    save_id: str,
+    numbers: Int32Array,
+    lengths: Int64Array,
+    *,
+    direct: str,
+    read_bytes: int,
+) -> Iterator[list[_engine.File]]:
+    """Open subfiles for reading, each checked against its length in the index.
+
+    Parameters
+    ----------
+    numbers : int32 [F]
+        Ascending.
+    lengths : int64 [F]
+    direct
+        ``"on"``, ``"off"`` or ``"auto"``: by `read_bytes`.
+
+    Raises
+    ------
+    CorruptionError
+        If a file is missing, shorter or longer.
+    """
+    use_direct = direct == "on" or (direct == "auto" and read_bytes >= _DIRECT_FROM_BYTES)
+    files: list[_engine.File] = []
+    try:
+        for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
+            path = os.path.join(directory, subfile_name(save_id, number))
+            files.append(_open_subfile(path, length, use_direct))
+        yield files
+    finally:
+        for file in files:
+            file.close()
+
+
+def _open_subfile(path: str, length: int, direct: bool) -> _engine.File:
+    try:
+        file = _engine.File.open(path, writable=False, direct=direct)
+        found = file.size()
+    except FileNotFoundError as error:
+        raise CorruptionError(
+            "open subfile",
+            path=path,
+            expected=f"{length} bytes",
+            found="no such file",
+            cause="it was deleted or not copied with the others",
+        ) from error
+    except OSError as error:
+        raise as_checkpoint_error(error, "open subfile", path) from error
+    if found != length:
+        file.close()
+        raise CorruptionError(
+            "open subfile",
+            path=path,
+            offset=min(found, length),
+            expected=f"{length} bytes",
+            found=f"{found} bytes",
+            cause="the file was cut or not copied whole",
+        )
+    return file
+
+
+def read_ranges(
+    engine: _engine.Engine,
+    files: list[_engine.File],
+    file_number: Int32Array,
+    start: Int64Array,
+    length: Int64Array,
+    expected: Uint32Array,
+    staged: Staged,
+    *,
+    timeout_s: float,
+) -> Int64Array:
+    """Read whole blocks, check them and scatter them to the pieces of `staged`.
+
+    Returns
+    -------
+    int64 [M, 4]
+        For each bad block: range number, offset in the file, expected and found CRC32C. Empty if
+        all is well.
+    """
+    try:
+        job = engine.read(files, file_number, start, length, staged.pieces, expected)
+    except OSError as error:
+        raise as_checkpoint_error(error, "read subfile") from error
+    path = os.path.dirname(files[0].path) if files else None
+    wait_for_job(job, "read subfiles", path, timeout_s, alive=(staged, files))
+    return engine.bad_blocks(job)
+
+
+def raise_bad_block(
+    files: list[_engine.File],
+    file_number: Int32Array,
+    subfile: Int32Array,
+    bad: Int64Array,
+    names: NamesInRange,
+    *,
+    half_written: bool,
+) -> None:
+    """Raise for the first bad block of `bad`, if there is one."""
+    if len(bad):
+        error = bad_block_error(files, file_number, subfile, bad[0], names)
+        after = "destinations are half written; verify_first=True checks before it writes"
+        raise error if not half_written else CorruptionError(f"{error}; {after}")
+
+
+def bad_block_error(
+    files: list[_engine.File],
+    file_number: Int32Array,
+    subfile: Int32Array,
+    bad: Int64Array,
+    names: NamesInRange,
+) -> CorruptionError:
+    """The error for one row of what `read_ranges` returned.
+
+    `names` gives the tensors and objects that lie between two offsets of a subfile.
+    """
+    range_number, offset, expected, found = bad.tolist()
+    number = int(file_number[range_number])
+    inside = list(names(int(subfile[number]), offset, offset + BLOCK_BYTES))
+    listed = ", ".join(repr(name) for name in inside[:_NAMES_LISTED])
+    if len(inside) > _NAMES_LISTED:
+        listed += f" and {len(inside) - _NAMES_LISTED} more"
+    return CorruptionError(
+        f"verify block of {listed or 'no tensor (superblock, padding or footer)'}",
+        path=files[number].path,
+        offset=offset,
+        expected=f"crc32c {expected:#010x}",
+        found=f"{found:#010x}",
+        cause="the file changed after it was saved",
+    )
+
+
+def dense_file_numbers(subfile: Int32Array) -> tuple[Int32Array, Int32Array]:
+    """The distinct subfile numbers, ascending, and the place of each entry among them."""
+    numbers, place = np.unique(subfile, return_inverse=True)
+    return numbers.astype(np.int32), place.astype(np.int32)

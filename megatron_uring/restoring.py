@@ -1,0 +1,235 @@
+"""The steps of one restore, in the order in which `checkpoint.restore` takes them.
+
+Guarantees
+----------
+- No collective, no lock, nothing is written but the destinations.
+- What does not fit (a missing key, another shape or dtype) is refused before the first byte is
+  read.
+- Objects are read, checked and coalesced as tensors are: here they are one-dimensional uint8
+  tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_uring import _engine, plan, providers, read, stage
+from megatron_uring.config import Config
+from megatron_uring.errors import StateMismatchError
+from megatron_uring.index_rules import Index
+from megatron_uring.layout import DTYPE_NAMES
+from megatron_uring.tables import Extents, RestorePlan, ShardTable
+
+# Object keys live beside tensor keys in one restore plan; no tensor key can begin like this.
+_OBJECT_PREFIX = "\0object/"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A box of a global tensor, and the tensor that it is restored into.
+
+    Parameters
+    ----------
+    key
+    tensor
+        Destination; its shape is that of the box, without leading dimensions of size 1.
+    global_shape, offset
+        As in `providers.Shard`.
+    partial
+        The saved tensor may have another global shape; what overlaps is restored, the rest of
+        `tensor` stays.
+    """
+
+    key: str
+    tensor: Any
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What came back: objects by key, and how much was read."""
+
+    objects: dict[str, Any]
+    state_bytes: int
+    read_bytes: int
+    files: int
+
+
+def restore_requests(
+    directory: str,
+    index: Index,
+    requests: Sequence[Request],
+    object_keys: Sequence[str],
+    engine: _engine.Engine,
+    config: Config,
+) -> Restored:
+    """Fill the tensors of `requests` in place, and load the objects.
+
+    Raises
+    ------
+    CheckpointError
+        A missing key, another shape or dtype, damage; naming key, file and offset.
+    """
+    buffers = _object_buffers(index, object_keys, directory)
+    everything = [*requests, *buffers]
+    saved, extents = _with_objects(index)
+    wanted = _request_table(everything)
+    dtypes = _check_requests(directory, saved, everything, wanted, config)
+    destinations = stage.prepare_destinations([r.tensor for r in everything], dtypes)
+    restoring = plan.plan_restore(
+        saved,
+        extents,
+        index.regions,
+        wanted,
+        destinations.strides(wanted.ndim, wanted.shape.shape[1]),
+        gap_bytes=config.gap_bytes,
+        partial=np.array([request.partial for request in everything], bool),
+    )
+    read_bytes = _execute(directory, index, engine, restoring, destinations, config)
+    destinations.finish()
+    objects = {
+        key: providers.deserialize_object(
+            key, buffer.tensor.numpy().tobytes(), config.allowed_globals
+        )
+        for key, buffer in zip(object_keys, buffers, strict=True)
+    }
+    files = len(np.unique(restoring.range_subfile))
+    return Restored(objects, int(wanted.lengths().sum()), read_bytes, files)
+
+
+def _execute(
+    directory: str,
+    index: Index,
+    engine: _engine.Engine,
+    restoring: RestorePlan,
+    destinations: stage.Destinations,
+    config: Config,
+) -> int:
+    """Read, verify and scatter; returns the bytes that were read."""
+    numbers, file_number = read.dense_file_numbers(restoring.range_subfile)
+    lengths = index.subfile_length[np.searchsorted(index.subfile_number, numbers)]
+    total = int(restoring.range_length.sum())
+    pieces_file = np.searchsorted(numbers, restoring.piece_subfile).astype(np.int32)
+    passes = [stage.stage_destinations(restoring, destinations, pieces_file)]
+    if config.verify_first:
+        passes.insert(0, stage.stage_nothing())
+    with read.open_subfiles(
+        directory, index.save_id, numbers, lengths, direct=config.direct, read_bytes=total
+    ) as files:
+        for number, staged in enumerate(passes):
+            bad = read.read_ranges(
+                engine,
+                files,
+                file_number,
+                restoring.range_start,
+                restoring.range_length,
+                restoring.crc32c,
+                staged,
+                timeout_s=config.timeout_s,
+            )
+            half_written = number == len(passes) - 1
+            read.raise_bad_block(
+                files, file_number, numbers, bad, index.names_in, half_written=half_written
+            )
+    return total * len(passes)
+
+
+def _object_buffers(index: Index, keys: Sequence[str], directory: str) -> list[Request]:
+    row = {key: number for number, key in enumerate(index.object_keys)}
+    buffers = []
+    for key in keys:
+        if key not in row:
+            raise StateMismatchError(
+                f"restore object {key!r}",
+                path=directory,
+                expected="an object of that key",
+                found=plan.similar_keys(key, index.object_keys),
+            )
+        length = int(index.object_extents.length[row[key]])
+        tensor = providers.new_tensor(DTYPE_NAMES.index("uint8"), [length])
+        buffers.append(Request(_OBJECT_PREFIX + key, tensor, (length,), (0,)))
+    return buffers
+
+
+def _with_objects(index: Index) -> tuple[ShardTable, Extents]:
+    """Shards and objects in one table, the objects as one-dimensional uint8 tensors."""
+    count, length = len(index.object_keys), index.object_extents.length
+    objects = ShardTable(
+        tuple(_OBJECT_PREFIX + key for key in index.object_keys),
+        np.arange(count, dtype=np.int32),
+        np.full(count, DTYPE_NAMES.index("uint8"), np.uint8),
+        np.ones(count, np.uint8),
+        length[:, None],
+        np.zeros((count, 1), np.int64),
+        length[:, None],
+    )
+    return (
+        ShardTable.concatenate([index.shards, objects]),
+        Extents.concatenate([index.shard_extents, index.object_extents]),
+    )
+
+
+def _request_table(requests: Sequence[Request]) -> ShardTable:
+    shards = [
+        (request.key, providers.Shard(request.tensor, request.global_shape, request.offset))
+        for request in requests
+    ]
+    return providers.describe(shards)
+
+
+def _check_requests(
+    directory: str,
+    saved: ShardTable,
+    requests: Sequence[Request],
+    wanted: ShardTable,
+    config: Config,
+) -> list[Any]:
+    """Refuse what does not fit; returns the saved torch dtype of each request."""
+    first = dict(zip(saved.keys, saved.first_rows().tolist(), strict=True))
+    dtypes = []
+    for number, request in enumerate(requests):
+        operation = f"restore tensor {request.key!r}"
+        row = first.get(request.key)
+        if row is None:
+            raise StateMismatchError(
+                operation,
+                path=directory,
+                expected="a tensor of that key",
+                found=plan.similar_keys(request.key, _tensor_keys(saved)),
+            )
+        if stage.shares_elements(request.tensor):
+            raise StateMismatchError(
+                operation,
+                expected="a destination whose elements have memory of their own",
+                found="an expanded tensor",
+            )
+        shape = tuple(saved.global_shape[row, : saved.ndim[row]].tolist())
+        if shape != tuple(request.global_shape) and not request.partial:
+            raise StateMismatchError(
+                operation,
+                path=directory,
+                expected=f"global shape {list(request.global_shape)}",
+                found=f"{list(shape)} in the checkpoint",
+            )
+        saved_code, wanted_code = int(saved.dtype[row]), int(wanted.dtype[number])
+        if saved_code != wanted_code and not config.allow_dtype_conversion:
+            raise StateMismatchError(
+                operation,
+                path=directory,
+                expected=f"dtype {DTYPE_NAMES[wanted_code]}",
+                found=f"{DTYPE_NAMES[saved_code]} in the checkpoint",
+                cause="MEGATRON_URING_ALLOW_DTYPE_CONVERSION=1 converts",
+            )
+        dtypes.append(providers.torch_dtype(saved_code))
+    return dtypes
+
+
+def _tensor_keys(saved: ShardTable) -> list[str]:
+    """Tensor keys alone, without those that stand for objects."""
+    return [key for key in saved.keys if not key.startswith(_OBJECT_PREFIX)]

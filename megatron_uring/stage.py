@@ -1,0 +1,276 @@
+"""Staging: tensors to slabs on the way out, slabs to tensors on the way in.
+
+Guarantees
+----------
+- The pool of slabs is the bound on host memory: it is allocated once for each `Config` and never
+  grows; native code waits for a free slab.
+- What native threads are given (`Staged`) keeps every address alive that it contains.
+- A destination that native code cannot write to (a GPU, another dtype, a subclass) gets its values through a scratch tensor and ``copy_``; all others are written in
+  place, once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_uring import _engine
+from megatron_uring.columns import Int64Array, Uint8Array, Uint64Array, byte_strides
+from megatron_uring.config import Config
+from megatron_uring.errors import StorageError, UnsupportedError
+from megatron_uring.tables import Boxes, Provided, RestorePlan, Staged, no_pieces
+
+_engines: dict[tuple[object, ...], _engine.Engine] = {}
+_engines_lock = threading.Lock()
+
+
+def open_engine(config: Config) -> _engine.Engine:
+    """The engine for these options, set up at the first call of this process and kept.
+
+    Raises
+    ------
+    StorageError
+        If the slabs cannot be had.
+    UnsupportedError
+        If io_uring is asked for and no ring can be set up.
+    """
+    key = (
+        os.getpid(),
+        config.engine,
+        config.slab_bytes,
+        config.slab_count,
+        config.queue_depth,
+        config.posix_threads,
+        config.copy_threads,
+    )
+    with _engines_lock:
+        engine = _engines.get(key)
+        if engine is None:
+            engine = _engines[key] = _new_engine(config)
+        return engine
+
+
+def _new_engine(config: Config) -> _engine.Engine:
+    try:
+        pool = _engine.SlabPool(config.slab_bytes, config.slab_count)
+    except OSError as error:
+        raise StorageError(
+            "allocate slabs",
+            expected=f"{config.slab_count} slabs of {config.slab_bytes} bytes",
+            cause=f"{error.strerror}; lower MEGATRON_URING_SLAB_COUNT",
+        ) from error
+    try:
+        return _engine.Engine(
+            config.engine,
+            pool,
+            queue_depth=config.queue_depth,
+            posix_threads=config.posix_threads,
+            copy_threads=config.copy_threads,
+        )
+    except OSError as error:
+        raise UnsupportedError(
+            "set up io_uring",
+            cause=f"{error.strerror}; MEGATRON_URING_ENGINE=auto falls back to posix",
+        ) from error
+
+
+def running_engines() -> list[str]:
+    """Kind and reason of each engine of this process."""
+    with _engines_lock:
+        return [f"{engine.kind} ({engine.reason})" for engine in _engines.values()]
+
+
+def close_engines() -> None:
+    """Stop all engines of this process and give their slabs back."""
+    with _engines_lock:
+        for engine in _engines.values():
+            engine.close()
+        _engines.clear()
+
+
+# -------------------------------------------------------------------------------------------------
+# tensors -> slabs
+
+
+@dataclass(frozen=True)
+class HostTensors:
+    """Owned tensors in host memory: `address` uint64 [N], byte `strides` int64 [N, D], and the
+    tensors themselves.
+    """
+
+    address: Uint64Array
+    strides: Int64Array
+    alive: tuple[torch.Tensor, ...]
+
+
+def host_tensors(provided: Provided) -> HostTensors:
+    """The owned tensors where they are, or, for those on a device, a copy in host memory."""
+    rows = np.flatnonzero(provided.owner)
+    strides = provided.strides[rows]
+    alive: list[torch.Tensor] = []
+    for position, row in enumerate(rows.tolist()):
+        tensor = provided.tensors[row]
+        if tensor.device.type != "cpu":
+            tensor = tensor.to("cpu", memory_format=torch.contiguous_format)
+            ndim = provided.shards.ndim[row : row + 1]
+            strides[position] = byte_strides([tensor], ndim, strides.shape[1])[0]
+        alive.append(tensor)
+    address = np.fromiter((tensor.data_ptr() for tensor in alive), np.uint64, len(alive))
+    return HostTensors(address, strides, tuple(alive))
+
+
+def stage_tensors(
+    tensors: HostTensors,
+    boxes: Boxes,
+    start: Int64Array,
+    length: Int64Array,
+    head: bytes | None,
+) -> Staged:
+    """Pieces that put each tensor at its `start`, bytes from the start of the subfile; empty ones
+    are left out.
+
+    `head` is put at offset 0.
+    """
+    address = tensors.address
+    alive: tuple[object, ...] = tensors.alive
+    if head is not None:
+        view = np.frombuffer(head, np.uint8)
+        boxes = _with_head(boxes, len(head))
+        start, length = np.append(start, 0), np.append(length, len(head))
+        address, alive = np.append(address, np.uint64(view.ctypes.data)), (*alive, view)
+    filled = np.flatnonzero(length > 0)
+    order = filled[np.argsort(start[filled], kind="stable")]
+    zeros = np.zeros(len(order), np.int32)
+    return Staged(_pieces(zeros, start[order], address[order], boxes, order), alive)
+
+
+def _with_head(boxes: Boxes, head_bytes: int) -> Boxes:
+    """`boxes` and one more of `head_bytes` contiguous bytes."""
+
+    def extended(column: Int64Array, fill: int) -> Int64Array:
+        return np.concatenate([column, np.full((1, column.shape[1]), fill, np.int64)])
+
+    return Boxes(
+        np.append(boxes.run_bytes, head_bytes),
+        extended(boxes.counts, 1),
+        extended(boxes.file_strides, 0),
+        extended(boxes.memory_strides, 0),
+    )
+
+
+def stage_objects(objects: Sequence[bytes], start: Int64Array) -> Staged:
+    """Pieces that put serialized objects at `start`, int64 [objects], bytes from the start of the
+    subfile.
+    """
+    views = [np.frombuffer(data, np.uint8) for data in objects]
+    length = np.fromiter(map(len, objects), np.int64, len(objects))
+    address = np.fromiter((view.ctypes.data for view in views), np.uint64, len(views))
+    filled = np.flatnonzero(length > 0)
+    order = filled[np.argsort(start[filled], kind="stable")]
+    none = np.zeros((len(objects), 0), np.int64)
+    boxes = Boxes(length, none, none, none)
+    pieces = _pieces(np.zeros(len(order), np.int32), start[order], address[order], boxes, order)
+    return Staged(pieces, tuple(views))
+
+
+def _pieces(
+    file_number: npt.NDArray[np.int32],
+    file_start: Int64Array,
+    address: npt.NDArray[np.uint64],
+    boxes: Boxes,
+    order: npt.NDArray[np.intp],
+) -> _engine.Pieces:
+    return _engine.Pieces(
+        file_number,
+        file_start,
+        address,
+        boxes.run_bytes[order],
+        np.ascontiguousarray(boxes.counts[order]),
+        np.ascontiguousarray(boxes.file_strides[order]),
+        np.ascontiguousarray(boxes.memory_strides[order]),
+    )
+
+
+def stage_nothing() -> Staged:
+    """No pieces: for reads that only verify."""
+    return Staged(no_pieces(), ())
+
+
+# -------------------------------------------------------------------------------------------------
+# slabs -> tensors
+
+
+@dataclass(frozen=True)
+class Destinations:
+    """Where requests go: a tensor that native code writes for each, and the copies to make
+    afterwards.
+
+    `written[i]` is the caller's tensor itself, or a scratch tensor whose values `finish` copies
+    into ``given[i]``.
+    """
+
+    given: tuple[torch.Tensor, ...]
+    written: tuple[torch.Tensor, ...]
+
+    def strides(self, ndim: Uint8Array, width: int) -> Int64Array:
+        """Byte strides of `written`, int64 [requests, width]; see `tables.byte_strides`."""
+        return byte_strides(self.written, ndim, width)
+
+    def addresses(self) -> npt.NDArray[np.uint64]:
+        """First byte of each of `written`, uint64 [requests]."""
+        return np.fromiter((t.data_ptr() for t in self.written), np.uint64, len(self.written))
+
+    def finish(self) -> None:
+        """Copy the scratch tensors to where they were wanted."""
+        with torch.no_grad():
+            for given, written in zip(self.given, self.written, strict=True):
+                if given is not written:
+                    given.copy_(written)
+
+
+def prepare_destinations(
+    tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+) -> Destinations:
+    """Destinations for `tensors`, whose saved dtypes are `dtypes`; values already there survive a
+    partial restore.
+    """
+    given, written = [], []
+    for tensor, dtype in zip(tensors, dtypes, strict=True):
+        target = tensor.detach()
+        direct = (
+            type(target) is torch.Tensor
+            and target.device.type == "cpu"
+            and target.layout is torch.strided
+            and target.dtype == dtype
+            and not target.is_conj()
+            and not target.is_neg()
+            and not shares_elements(target)
+        )
+        given.append(target)
+        written.append(target if direct else target.to("cpu", dtype, copy=True).contiguous())
+    return Destinations(tuple(given), tuple(written))
+
+
+def stage_destinations(
+    plan: RestorePlan, destinations: Destinations, file_number: npt.NDArray[np.int32]
+) -> Staged:
+    """Pieces that scatter what the plan reads; `file_number` int32 [pieces] is the place of each
+    one's file.
+    """
+    address = destinations.addresses()[plan.request] + plan.memory_offset.astype(np.uint64)
+    everything = np.arange(len(plan.piece_start))
+    pieces = _pieces(file_number, plan.piece_start, address, plan.boxes, everything)
+    return Staged(pieces, (destinations,))
+
+
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie at one address (an expanded tensor)."""
+    return any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )

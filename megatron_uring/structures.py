@@ -1,0 +1,93 @@
+"""Structures: what is saved, gathered once and kept between saves of the same state.
+
+Guarantees
+----------
+- Rows of shards cross the network once for each structure: later saves of the same one compare a
+  number in a single collective. Addresses are never kept, only keys, shapes and offsets.
+- Several structures are kept, since several models may save in turn; their number is bounded.
+- The ownership of every element is proved, on rank 0, whenever a structure is new.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_uring import aggregate, ownership
+from megatron_uring.comm import Communicator
+from megatron_uring.progress import step
+from megatron_uring.tables import Groups, Structure
+
+_STRUCTURES_KEPT = 4
+
+
+def share_structure(
+    world: Communicator, group: Communicator, structure: Structure
+) -> tuple[Structure | None, Structure | None]:
+    """Structures of the group (on its aggregator) and of all ranks (on rank 0).
+
+    They come from the cache if it holds this structure on every rank; else they are gathered.
+    """
+    packed = structure.pack()
+    digest = hashlib.blake2b(packed, digest_size=16).digest()
+    cache = _caches.setdefault(id(world), _StructureCache(world))
+    found = cache.entries.get(digest)
+    number = -1 if found is None else found.number
+    lowest, highest = world.allreduce(np.array([number, -number], np.int64), "min")
+    if found is not None and lowest == -highest >= 0:
+        cache.entries.move_to_end(digest)
+        return found.group, found.world
+    parts = aggregate.gather(group, packed)
+    grouped = Structure.concatenate([Structure.unpack(part) for part in parts]) if parts else None
+    parts = aggregate.gather(world, grouped.pack() if grouped is not None else None)
+    everything = None
+    with step(world, "plan save"):
+        if world.rank == 0:
+            everything = Structure.concatenate([Structure.unpack(part) for part in parts])
+            ownership.check_ownership(everything.shards, everything.rank, everything.owner)
+    cache.remember(digest, grouped, everything)
+    return grouped, everything
+
+
+@dataclass
+class _KnownStructure:
+    number: int
+    group: Structure | None
+    world: Structure | None
+
+
+@dataclass
+class _StructureCache:
+    """Structures by digest of this rank's part; `number` is the same on all ranks, which all miss
+    together.
+    """
+
+    owner: Communicator
+    entries: OrderedDict[bytes, _KnownStructure] = field(default_factory=OrderedDict)
+    made: int = 0
+
+    def remember(self, digest: bytes, group: Structure | None, world: Structure | None) -> None:
+        self.made += 1
+        self.entries[digest] = _KnownStructure(self.made, group, world)
+        self.entries.move_to_end(digest)
+        while len(self.entries) > _STRUCTURES_KEPT:
+            self.entries.popitem(last=False)
+
+
+_caches: dict[int, _StructureCache] = {}
+_groups: dict[tuple[int, bytes], tuple[Communicator, Communicator]] = {}
+
+
+def group_communicator(world: Communicator, groups: Groups) -> Communicator:
+    """The communicator of this rank's group; made once for each election."""
+    if len(groups.aggregator) == 1:
+        return world
+    key = (id(world), groups.group_of_rank.tobytes())
+    kept = _groups.get(key)
+    if kept is None:
+        # the world is kept beside its part, so that its id is not given to another
+        kept = _groups[key] = (world, world.split(int(groups.group_of_rank[world.rank])))
+    return kept[1]
