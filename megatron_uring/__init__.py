@@ -1,3 +1,55 @@
-"""Checkpoints of Megatron-Core, written and read by native io_uring writers."""
+"""Checkpoints of Megatron-Core, written and read by native io_uring writers.
+
+``import megatron_uring; megatron_uring.enable()`` routes Megatron's ``dist_checkpointing`` through
+this package. ``save`` and ``restore`` do the same for any nested dict of tensors.
+
+Guarantees
+----------
+- Importing this package imports neither MPI nor Megatron and starts nothing; `enable` only patches.
+"""
+
+from __future__ import annotations
+
+from megatron_uring.checkpoint import Report, restore, save
+from megatron_uring.config import Config
+from megatron_uring.errors import (
+    CheckpointError,
+    CommunicationError,
+    CorruptionError,
+    NotACheckpointError,
+    StateMismatchError,
+    StorageError,
+    UnsupportedError,
+)
+from megatron_uring.megatron.switch import disable, enable, status
+from megatron_uring.providers import (
+    CompositeProvider,
+    ObjectProvider,
+    Shard,
+    StateProvider,
+    TensorProvider,
+)
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "CommunicationError",
+    "CompositeProvider",
+    "Config",
+    "CorruptionError",
+    "NotACheckpointError",
+    "ObjectProvider",
+    "Report",
+    "Shard",
+    "StateMismatchError",
+    "StateProvider",
+    "StorageError",
+    "TensorProvider",
+    "UnsupportedError",
+    "disable",
+    "enable",
+    "restore",
+    "save",
+    "status",
+]

@@ -1,0 +1,158 @@
+"""ShardedTensor and ShardedObject of Megatron against shards, objects and requests of ours.
+
+Guarantees
+----------
+- Only main replicas are saved (`replica_id` all zero): exactly one owner, as Megatron defines it.
+- A shard keeps Megatron's key, global shape and offset; prepended axes are leading dimensions of
+  size 1.
+- Loading copies into ``sh_ten.data`` in place and makes it, on the CPU, where it is None. With
+  ``allow_shape_mismatch`` what the checkpoint does not hold is zero.
+- An error that leaves this folder is a `CheckpointError` and a ``CheckpointingException`` at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+
+from megatron_uring import providers
+from megatron_uring.errors import CheckpointError, StateMismatchError, UnsupportedError
+from megatron_uring.index_rules import Index
+from megatron_uring.providers import Shard
+from megatron_uring.restoring import Request
+from megatron_uring.tables import Provided
+
+BACKEND = "megatron_uring"
+BACKEND_VERSION = 1
+
+
+class MegatronState:
+    """State provider over a sharded state dict.
+
+    Parameters
+    ----------
+    sharded_state_dict
+        Nested; its leaves are ShardedTensors and ShardedObjects.
+    failure
+        An error of the common state, met on rank 0 before this save began; raised by `collect`,
+        where all ranks learn of it.
+    allowed_globals
+        As in `Config`.
+    """
+
+    def __init__(
+        self,
+        sharded_state_dict: Any,
+        failure: CheckpointError | None,
+        allowed_globals: tuple[str, ...],
+    ) -> None:
+        self._leaves = list(nested_values(sharded_state_dict))
+        self._failure = failure
+        self._allowed_globals = allowed_globals
+
+    def collect(self) -> Provided:
+        """Shards and objects of which this rank holds the main replica."""
+        if self._failure is not None:
+            raise self._failure
+        main = [leaf for leaf in self._leaves if is_main_replica(leaf.replica_id)]
+        shards = [(leaf.key, _shard(leaf)) for leaf in main if isinstance(leaf, ShardedTensor)]
+        objects = {leaf.unique_key: leaf.data for leaf in main if isinstance(leaf, ShardedObject)}
+        return providers.CompositeProvider(
+            [
+                providers.TensorProvider(shards),
+                providers.ObjectProvider(objects, allowed_globals=self._allowed_globals),
+            ]
+        ).collect()
+
+
+def _shard(leaf: ShardedTensor) -> Shard:
+    _refuse_flattened(leaf)
+    if leaf.data is None:
+        raise StateMismatchError(
+            f"save tensor {leaf.key!r}", expected="data", found="none", cause="ShardedTensor.data"
+        )
+    return Shard(leaf.data, tuple(leaf.global_shape), tuple(leaf.global_offset))
+
+
+def _refuse_flattened(leaf: ShardedTensor) -> None:
+    if getattr(leaf, "flattened_range", None) is not None:
+        raise UnsupportedError(
+            f"convert tensor {leaf.key!r}",
+            expected="a rectangular shard",
+            found="flattened_range",
+            cause="Megatron itself dropped it in 0.16; use the fully_reshardable or "
+            "dp_reshardable optimizer format",
+        )
+
+
+def request(leaf: ShardedTensor) -> Request:
+    """What must be read for `leaf`; its data is made, and zeroed where the checkpoint may not fill
+    it.
+    """
+    _refuse_flattened(leaf)
+    if leaf.data is None:
+        leaf.init_data("cpu", init_fn=torch.zeros if leaf.allow_shape_mismatch else torch.empty)
+    elif leaf.allow_shape_mismatch:
+        leaf.data.detach().zero_()
+    return Request(
+        leaf.key,
+        leaf.data,
+        tuple(leaf.global_shape),
+        tuple(leaf.global_offset),
+        partial=leaf.allow_shape_mismatch,
+    )
+
+
+def tensors_metadata(index: Index) -> dict[str, ShardedTensor]:
+    """A ShardedTensor without data for each global tensor of the checkpoint."""
+    shards = index.shards
+    found: dict[str, ShardedTensor] = {}
+    for row, number in enumerate(shards.tensor.tolist()):
+        key = shards.keys[number]
+        if key not in found:
+            shape = shards.global_shape[row, : shards.ndim[row]].tolist()
+            dtype = providers.torch_dtype(int(shards.dtype[row]))
+            whole = torch.empty(shape, dtype=dtype, device="meta")
+            found[key] = ShardedTensor.from_rank_offsets(key, whole).without_data()
+    return found
+
+
+def objects_metadata(index: Index) -> dict[str, ShardedObject]:
+    """A ShardedObject without data for each object of the checkpoint."""
+    return {key: ShardedObject.empty_from_unique_key(key) for key in index.object_keys}
+
+
+@contextlib.contextmanager
+def megatron_errors() -> Iterator[None]:
+    """Let `CheckpointError` leave as one that Megatron's own handlers catch too."""
+    try:
+        yield
+    except CheckpointError as error:
+        if isinstance(error, CheckpointingException):
+            raise
+        raised = _both(type(error))(str(error))
+        vars(raised).update(vars(error))
+        raise raised from (error.__cause__ or error)
+
+
+_both_kinds: dict[str, Any] = {}
+
+
+def _both(kind: type[CheckpointError]) -> Any:
+    name = kind.__name__
+    if name not in _both_kinds:
+        _both_kinds[name] = type(
+            name, (kind, CheckpointingException), {"__module__": kind.__module__}
+        )
+    return _both_kinds[name]
+
+
+def values(sharded_state_dict: Any, kind: type[Any]) -> Iterable[Any]:
+    """Leaves of one class."""
+    return [leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, kind)]

@@ -1,0 +1,289 @@
+"""What the patched names do: each function takes the place of one Megatron method.
+
+Guarantees
+----------
+- Loading looks at the directory, not at the strategy: ours is read by us, anything else by
+  Megatron's own code.
+- No collective is added to loading.
+- The common state is kept under the save id by our save. It reaches ``common.pt`` only after the
+  commit, or, if some other strategy wrote the tensors, right before Megatron's own
+  ``metadata.json``.
+- A save that our writer did not see is counted and logged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+from megatron_uring import checkpoint, commit, providers
+from megatron_uring import index as index_module
+from megatron_uring.errors import CheckpointError
+from megatron_uring.index_rules import without_tensors
+from megatron_uring.layout import COMMON_NAME, INDEX_NAME, METADATA_NAME
+from megatron_uring.megatron import convert
+from megatron_uring.megatron.convert import BACKEND, BACKEND_VERSION, megatron_errors
+
+_log = logging.getLogger("megatron_uring")
+
+Original = Callable[..., Any]
+
+# By directory: the common state that rank 0 was given, and the save that our writer committed.
+_common: dict[str, bytes | CheckpointError] = {}
+_committed: dict[str, str] = {}
+_said: set[str] = set()
+
+
+def is_ours(directory: object) -> bool:
+    """Whether a directory's checkpoint is in our format; ``metadata.json`` decides where there is
+    one.
+    """
+    try:
+        with open(os.path.join(str(directory), METADATA_NAME), encoding="utf-8") as file:
+            return bool(json.load(file).get("sharded_backend") == BACKEND)
+    except FileNotFoundError:
+        return os.path.exists(os.path.join(str(directory), INDEX_NAME))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+# -------------------------------------------------------------------------------------------------
+# saving
+
+
+def save(
+    installed: Any,
+    original: Original,
+    strategy: Any,
+    sharded_state_dict: Any,
+    checkpoint_dir: Any,
+    *arguments: Any,
+    **keywords: Any,
+) -> None:
+    """``TorchDistSaveShardedStrategy.save``."""
+    if _is_remote(checkpoint_dir):
+        original(strategy, sharded_state_dict, checkpoint_dir, *arguments, **keywords)
+        return
+    with megatron_errors():
+        _save(installed, sharded_state_dict, checkpoint_dir)
+
+
+def async_save(
+    installed: Any,
+    original: Original,
+    strategy: Any,
+    sharded_state_dict: Any,
+    checkpoint_dir: Any,
+    *arguments: Any,
+    **keywords: Any,
+) -> Any:
+    """``TorchDistSaveShardedStrategy.async_save``: written before it returns; the request has
+    nothing left to do.
+    """
+    if _is_remote(checkpoint_dir):
+        return original(strategy, sharded_state_dict, checkpoint_dir, *arguments, **keywords)
+    _say_once("this release writes asynchronous saves before the call returns")
+    with megatron_errors():
+        _save(installed, sharded_state_dict, checkpoint_dir)
+    return AsyncRequest(async_fn=None, async_fn_args=(), finalize_fns=[])
+
+
+def _save(installed: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+    config, key = installed.config, _key(checkpoint_dir)
+    common = _common.pop(key, None)
+    failure = common if isinstance(common, CheckpointError) else None
+    state = convert.MegatronState(sharded_state_dict, failure, config.allowed_globals)
+    report = checkpoint.save(
+        state,
+        str(checkpoint_dir),
+        config=config,
+        common=common if isinstance(common, bytes) else None,
+    )
+    installed.counts.saves += 1
+    _committed[key] = report.save_id
+
+
+def save_common(
+    installed: Any, original: Original, strategy: Any, common_state_dict: Any, checkpoint_dir: Any
+) -> None:
+    """``TorchCommonSaveStrategy.save_common``: keep the bytes until it is known who writes the
+    tensors.
+
+    An error is kept too: raised here, on rank 0 alone, it would leave the other ranks waiting.
+    """
+    if _is_remote(checkpoint_dir):
+        original(strategy, common_state_dict, checkpoint_dir)
+        return
+    if torch.distributed.get_rank() != 0:
+        return
+    try:
+        _common[_key(checkpoint_dir)] = providers.serialize_object(
+            "common state", common_state_dict, installed.config.allowed_globals
+        )
+    except CheckpointError as error:
+        _common[_key(checkpoint_dir)] = error
+
+
+def save_config(installed: Any, original: Original, config: Any, checkpoint_dir: Any) -> None:
+    """``serialization.save_config``: on rank 0, after the tensors were written by us or by
+    another.
+    """
+    key = _key(checkpoint_dir)
+    save_id = _committed.pop(key, None)
+    directory = str(checkpoint_dir)
+    with megatron_errors():
+        if save_id is not None:
+            config.sharded_backend, config.sharded_backend_version = BACKEND, BACKEND_VERSION
+            text = json.dumps(asdict(config)).encode()
+            commit.replace_file(directory, METADATA_NAME, text, save_id)
+            _publish_common(directory, save_id)
+            return
+        if installed.saving:
+            installed.counts.bypassed_saves += 1
+            _log.warning("%s was not written by megatron_uring (another strategy)", directory)
+        common = _common.pop(key, None)
+        if isinstance(common, CheckpointError):
+            raise common
+        if common is not None:
+            commit.replace_file(directory, COMMON_NAME, common, commit.new_save_id())
+        original(config, checkpoint_dir)
+        if not _is_remote(checkpoint_dir):
+            commit.retire(directory)
+
+
+def _publish_common(directory: str, save_id: str) -> None:
+    index = index_module.read_index(directory)
+    if index.common_length >= 0:
+        data = commit.read_common(directory, save_id, index.common_length, index.common_crc32c)
+        commit.replace_common(directory, data, save_id)
+
+
+# -------------------------------------------------------------------------------------------------
+# loading
+
+
+def load(
+    installed: Any,
+    original: Original,
+    strategy: Any,
+    sharded_state_dict: Any,
+    checkpoint_dir: Any,
+    *arguments: Any,
+    **keywords: Any,
+) -> Any:
+    """``TorchDistLoadShardedStrategy.load``."""
+    if not is_ours(checkpoint_dir):
+        return original(strategy, sharded_state_dict, checkpoint_dir, *arguments, **keywords)
+    with megatron_errors():
+        tensors = convert.values(sharded_state_dict, ShardedTensor)
+        keys = [leaf.unique_key for leaf in convert.values(sharded_state_dict, ShardedObject)]
+        objects = checkpoint.restore_into(
+            str(checkpoint_dir),
+            [convert.request(leaf) for leaf in tensors],
+            list(dict.fromkeys(keys)),
+            config=installed.config,
+        )
+        installed.counts.loads += 1
+
+    def filled(leaf: Any) -> Any:
+        if isinstance(leaf, ShardedTensor):
+            return leaf.data.detach()
+        return objects[leaf.unique_key] if isinstance(leaf, ShardedObject) else leaf
+
+    return dict_list_map_outplace(filled, sharded_state_dict)
+
+
+def load_common(
+    installed: Any, original: Original, strategy: Any, checkpoint_dir: Any, *arguments: Any
+) -> Any:
+    """``TorchCommonLoadStrategy.load_common``."""
+    if not is_ours(checkpoint_dir):
+        return original(strategy, checkpoint_dir, *arguments)
+    with megatron_errors():
+        directory = str(checkpoint_dir)
+        index = index_module.read_index(directory)
+        if index.common_length < 0:
+            return {}
+        data = commit.read_common(
+            directory, index.save_id, index.common_length, index.common_crc32c
+        )
+        return providers.deserialize_object("common state", data, installed.config.allowed_globals)
+
+
+def load_tensors_metadata(
+    installed: Any,
+    original: Original,
+    strategy: Any,
+    checkpoint_dir: Any,
+    *arguments: Any,
+    **keywords: Any,
+) -> Any:
+    """``TorchDistLoadShardedStrategy.load_tensors_metadata``."""
+    if not is_ours(checkpoint_dir):
+        return original(strategy, checkpoint_dir, *arguments, **keywords)
+    with megatron_errors():
+        return convert.tensors_metadata(index_module.read_index(str(checkpoint_dir)))
+
+
+def load_sharded_metadata(
+    installed: Any,
+    original: Original,
+    strategy: Any,
+    checkpoint_dir: Any,
+    *arguments: Any,
+    **keywords: Any,
+) -> Any:
+    """``TorchDistLoadShardedStrategy.load_sharded_metadata``."""
+    if not is_ours(checkpoint_dir):
+        return original(strategy, checkpoint_dir, *arguments, **keywords)
+    with megatron_errors():
+        index = index_module.read_index(str(checkpoint_dir))
+        return {**convert.objects_metadata(index), **convert.tensors_metadata(index)}
+
+
+def remove_sharded_tensors(
+    installed: Any, original: Original, strategy: Any, checkpoint_dir: Any, key_prefix: str
+) -> Any:
+    """``TorchDistLoadShardedStrategy.remove_sharded_tensors``: the rows leave the index, the bytes
+    stay.
+    """
+    if not is_ours(checkpoint_dir):
+        return original(strategy, checkpoint_dir, key_prefix)
+    with megatron_errors():
+        directory = str(checkpoint_dir)
+        index = without_tensors(index_module.read_index(directory), key_prefix)
+        commit.publish(directory, index.save_id, index_module.sealed(index))
+        return None
+
+
+def _key(checkpoint_dir: Any) -> str:
+    return os.path.realpath(str(checkpoint_dir))
+
+
+def _is_remote(checkpoint_dir: Any) -> bool:
+    """Whether the path belongs to the multi-storage client, which only Megatron's own code can
+    reach.
+    """
+    return not isinstance(checkpoint_dir, str | Path) or str(checkpoint_dir).startswith("msc:/")
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        _log.warning("%s", text)
+
+
+def forget() -> None:
+    """Drop what a save left behind that was never finished."""
+    _common.clear()
+    _committed.clear()
