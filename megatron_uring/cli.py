@@ -1,0 +1,111 @@
+"""`megatron-uring`: thin commands, each a call into one module below.
+
+Guarantees
+----------
+- Exit code 0 only if what was asked for holds; 1 for a `CheckpointError`, whose message goes to
+  standard error.
+- Under ``mpirun`` all ranks take part and rank 0 alone speaks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_module
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron_uring.errors import CheckpointError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="megatron-uring")
+def main() -> None:
+    """Checkpoints of Megatron-Core, written and read by native io_uring writers."""
+
+
+@main.command()
+@click.argument("directory", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="print the findings as JSON")
+def verify(directory: str, as_json: bool) -> None:
+    """Prove that the checkpoint in DIRECTORY (or the newest one under it) can be restored.
+
+    Under mpirun the ranks share the reading.
+    """
+    sys.exit(_guarded(lambda: _verify(directory, as_json)))
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="print it as JSON")
+def status(as_json: bool) -> None:
+    """Say which engine and which versions would run here, and why."""
+    sys.exit(_guarded(lambda: _status(as_json)))
+
+
+def _verify(directory: str, as_json: bool) -> int:
+    from megatron_uring import comm
+    from megatron_uring import verify as verify_module
+    from megatron_uring.config import Config
+
+    config = Config.from_environment()
+    world = comm.current(config.timeout_s, config.communicator)
+    try:
+        findings = verify_module.verify(directory, world, config)
+    except CheckpointError:
+        if world.rank == 0:
+            raise
+        return 1
+    if world.rank == 0:
+        if as_json:
+            fields = {**dataclasses.asdict(findings), "good": findings.good}
+            click.echo(json_module.dumps(fields, indent=1))
+        else:
+            _print_findings(findings, world.size)
+    world.barrier()
+    return 0 if findings.good else 1
+
+
+def _print_findings(findings: Any, ranks: int) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for problem in findings.problems:
+        console.print(Text.assemble(("bad", "red"), "  ", problem))
+    gigabytes, seconds = findings.bytes_read / 1e9, findings.seconds
+    console.print(
+        f"read {gigabytes:.3f} GB in {findings.blocks} blocks of {findings.subfiles} subfile(s) "
+        f"with {ranks} rank(s) in {seconds:.2f} s; {findings.tensors} tensors in "
+        f"{findings.shards} shards, {findings.objects} objects"
+    )
+    count = len(findings.problems)
+    verdict = ("good", "green") if findings.good else (f"{count} bad", "red")
+    console.print(Text.assemble(verdict, f"  {findings.directory}  save {findings.save_id}"))
+
+
+def _status(as_json: bool) -> int:
+    import megatron_uring
+    from megatron_uring import stage
+    from megatron_uring.config import Config
+
+    stage.open_engine(Config.from_environment(slab_count=1))
+    found = megatron_uring.status()
+    if as_json:
+        click.echo(json_module.dumps(found, indent=1, default=str))
+        return 0
+    table = Table("what", "is", box=None)
+    table.add_row("engine", ", ".join(found["engines"]))
+    for name, version in found["versions"].items():
+        table.add_row(name, version)
+    Console().print(table)
+    return 0
+
+
+def _guarded(command: Callable[[], int]) -> int:
+    try:
+        return command()
+    except CheckpointError as error:
+        click.echo(f"megatron-uring: {error}", err=True)
+        return 1
