@@ -7,7 +7,7 @@ Protocol
 2. Each subfile is written whole and ends with its own rows of the index; then every process that
    wrote syncs its own descriptor. A failed sync is never retried: the save fails and its subfiles
    are discarded.
-3. All ranks have reported success before step 4.
+3. All ranks have reported success before step 4, and rank 0 sees every subfile at full length.
 4. Rank 0 writes the common state under the save id and syncs it, syncs the directory and its
    parent, writes the index under a temporary name and syncs it.
 5. **rename to index.h5: the commit point.** The directory is synced.
@@ -28,6 +28,7 @@ import contextlib
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterator
 
 from megatron_uring import _engine
@@ -45,9 +46,11 @@ from megatron_uring.layout import (
     Trailer,
     common_name,
     save_id_of,
+    subfile_name,
     temporary_name,
 )
 
+_VISIBLE_WITHIN_S = 15.0
 _ITERATION_DIRECTORY = re.compile(r"^iter_(\d{7,})$")
 
 
@@ -100,6 +103,40 @@ def read_common(directory: str, save_id: str, length: int, crc32c: int) -> bytes
             found=f"{len(data)} bytes with {found:#010x}",
         )
     return data
+
+
+def require_subfiles(directory: str, save_id: str, numbers: list[int], lengths: list[int]) -> None:
+    """Refuse to commit subfiles that rank 0 does not see whole.
+
+    A directory that is not shared between nodes would give an index of files that are elsewhere.
+    Attributes may be cached by a network file system: they are asked for again for some seconds.
+
+    Raises
+    ------
+    StorageError
+    """
+    deadline = time.monotonic() + _VISIBLE_WITHIN_S
+    for number, length in zip(numbers, lengths, strict=True):
+        path = os.path.join(directory, subfile_name(save_id, number))
+        found = _size_of(path)
+        while found != length and time.monotonic() < deadline:
+            time.sleep(0.1)
+            found = _size_of(path)
+        if found != length:
+            raise StorageError(
+                "commit index",
+                path=path,
+                expected=f"{length} bytes, as its aggregator wrote them",
+                found="no such file" if found is None else f"{found} bytes",
+                cause="is the directory shared between all nodes?",
+            )
+
+
+def _size_of(path: str) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return None
 
 
 def publish(directory: str, save_id: str, sealed_index: bytes) -> None:

@@ -121,7 +121,7 @@ def switched_off(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def faked_topology(environment: Mapping[str, str] | None = None) -> str:
-    """Node of each rank, ``"0,0,1,1"``, where ``MEGATRON_URING_NODE_OF_RANK`` pretends; for tests."""
+    """Node of each rank (``"0,0,1,1"``), if ``MEGATRON_URING_NODE_OF_RANK`` fakes it for tests."""
     environment = os.environ if environment is None else environment
     return environment.get("MEGATRON_URING_NODE_OF_RANK", "")
 

@@ -158,7 +158,7 @@ def _decode_file(file: h5py.File, path: object) -> Index:
             "parse index", path=path, expected=FORMAT_NAME, found=file.attrs.get("format")
         )
     require_version(int(file.attrs["version"]), path)
-    objects = unpack_keys(_read(file, "objects/key_text"), _read(file, "objects/key_bytes"))
+    objects = _decode_keys(file, "objects")
     index = Index(
         str(file.attrs["save_id"]),
         _decode_shards(file),
@@ -191,6 +191,12 @@ def _read(file: h5py.File, name: str, dtype: type[np.generic] | None = None) -> 
     return column
 
 
+def _decode_keys(file: h5py.File, group: str) -> tuple[str, ...]:
+    return unpack_keys(
+        _read(file, f"{group}/key_text", np.uint8), _read(file, f"{group}/key_bytes", np.int64)
+    )
+
+
 def _decode_extents(file: h5py.File, group: str) -> Extents:
     return Extents(
         _read(file, f"{group}/subfile", np.int32),
@@ -200,7 +206,7 @@ def _decode_extents(file: h5py.File, group: str) -> Extents:
 
 
 def _decode_shards(file: h5py.File) -> ShardTable:
-    keys = unpack_keys(_read(file, "tensors/key_text"), _read(file, "tensors/key_bytes"))
+    keys = _decode_keys(file, "tensors")
     tensor = _read(file, "shards/tensor", np.int32)
     dtype, ndim = _read(file, "tensors/dtype", np.uint8), _read(file, "tensors/ndim", np.uint8)
     if len(dtype) != len(keys) or len(ndim) != len(keys) or (ndim > MAXIMUM_DIMENSIONS).any():

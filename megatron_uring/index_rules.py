@@ -159,11 +159,19 @@ def _check_regions(index: Index, path: object) -> None:
             and (regions.length % PAGE_BYTES == 0).all()
             and (regions.start + regions.length <= index.subfile_length[place]).all()
             and regions.first_block()[-1] == len(regions.crc32c)
+            and not _overlap(regions)
         )
     if not fits:
         raise CorruptionError(
             "parse index", path=path, found="regions that do not fit the subfiles"
         )
+
+
+def _overlap(regions: Regions) -> bool:
+    order = np.lexsort((regions.start, regions.subfile))
+    subfile, start = regions.subfile[order], regions.start[order]
+    end = start + regions.length[order]
+    return bool(((subfile[1:] == subfile[:-1]) & (start[1:] < end[:-1])).any())
 
 
 def with_common(index: Index, length: int, crc32c: int) -> Index:

@@ -35,7 +35,11 @@ def flatten(state: object, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def unflatten(leaves: Mapping[str, object]) -> object:
-    """Inverse of `flatten`."""
+    """Inverse of `flatten`.
+
+    Keys that `flatten` cannot have made, because one is a parent of another, stay as they are: a
+    flat dict.
+    """
     if list(leaves) == [""]:
         return leaves[""]
     root: dict[str, Any] = {}
@@ -44,6 +48,10 @@ def unflatten(leaves: Mapping[str, object]) -> object:
         node = root
         for segment in parents:
             node = node.setdefault(segment, {})
+            if isinstance(node, _Leaf):
+                return dict(leaves)
+        if last in node:
+            return dict(leaves)
         node[last] = _Leaf(value)
     return _build(root)
 

@@ -313,6 +313,12 @@ class Saving:
         index = assemble_index(self.save_id, placed.world_structure, contents, facts, None)
         try:
             _check_objects(contents.object_keys)
+            commit.require_subfiles(
+                self.directory,
+                self.save_id,
+                index.subfile_number.tolist(),
+                index.subfile_length.tolist(),
+            )
             if common is not None:
                 crc32c = commit.write_common(self.directory, self.save_id, common)
                 index = with_common(index, len(common), crc32c)

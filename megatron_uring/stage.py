@@ -5,8 +5,8 @@ Guarantees
 - The pool of slabs is the bound on host memory: it is allocated once for each `Config` and never
   grows; native code waits for a free slab.
 - What native threads are given (`Staged`) keeps every address alive that it contains.
-- A destination that native code cannot write to (a GPU, another dtype, a subclass) gets its values through a scratch tensor and ``copy_``; all others are written in
-  place, once.
+- A destination that native code cannot write to (a GPU, another dtype, a subclass) gets its values
+  through a scratch tensor and ``copy_``; all others are written in place, once.
 """
 
 from __future__ import annotations

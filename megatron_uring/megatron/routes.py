@@ -110,7 +110,8 @@ def _save(installed: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
         common=common if isinstance(common, bytes) else None,
     )
     installed.counts.saves += 1
-    _committed[key] = report.save_id
+    if torch.distributed.get_rank() == 0:  # where save_config follows
+        _committed[key] = report.save_id
 
 
 def save_common(
