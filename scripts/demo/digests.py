@@ -132,7 +132,7 @@ def _place(piece: _Piece, values: torch.Tensor, whole: torch.Tensor) -> None:
     if piece.flat_range is None:
         box.copy_(values.view(extent))
     else:
-        flat = box.reshape(-1)
+        flat = box.clone(memory_format=torch.contiguous_format).view(-1)
         flat[slice(*piece.flat_range)] = values
         box.copy_(flat.view(extent))
 
