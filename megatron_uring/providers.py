@@ -79,9 +79,11 @@ class TensorProvider:
         self._shards = list(shards)
 
     def collect(self) -> Provided:
-        """Columns over the shards; no element is copied unless the tensor has no plain storage."""
+        """Columns over the shards; no element is copied unless this rank writes it and the tensor
+        has no plain storage.
+        """
         shards = [
-            (key, replace(shard, tensor=plain_tensor(key, shard.tensor)))
+            (key, replace(shard, tensor=plain_tensor(key, shard.tensor)) if shard.owner else shard)
             for key, shard in self._shards
         ]
         table = describe(shards)
@@ -347,7 +349,10 @@ def _reason(error: Exception) -> str:
     """The class that torch refused, if that is what happened; else the first line of the
     message.
     """
-    refused = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
+    refused = re.search(
+        r"GLOBAL (\S+) was not an allowed global|allowlisted via .*but got <class '([^']+)'>",
+        str(error),
+    )
     if refused:
-        return f"class {refused.group(1)} is not allowed"
+        return f"class {refused.group(1) or refused.group(2)} is not allowed"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -19,7 +19,7 @@ import numpy as np
 from megatron_uring import _engine
 from megatron_uring.columns import Int32Array, Int64Array, Uint32Array
 from megatron_uring.errors import CorruptionError, as_checkpoint_error
-from megatron_uring.layout import BLOCK_BYTES, subfile_name
+from megatron_uring.layout import BLOCK_BYTES, SUPERBLOCK_BYTES, Superblock, subfile_name
 from megatron_uring.progress import wait_for_job
 from megatron_uring.tables import Staged
 
@@ -40,6 +40,7 @@ def open_subfiles(
     *,
     direct: str,
     read_bytes: int,
+    check_identity: bool = True,
 ) -> Iterator[list[_engine.File]]:
     """Open subfiles for reading, each checked against its length in the index.
 
@@ -50,6 +51,9 @@ def open_subfiles(
     lengths : int64 [F]
     direct
         ``"on"``, ``"off"`` or ``"auto"``: by `read_bytes`.
+    check_identity
+        Whether the superblock, too, must be that of this save and number: a file of another save
+        may have the same length, and even the same checksums.
 
     Raises
     ------
@@ -62,6 +66,8 @@ def open_subfiles(
         for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
             path = os.path.join(directory, subfile_name(save_id, number))
             files.append(_open_subfile(path, length, use_direct))
+            if check_identity:
+                check_superblock(path, save_id, number)
         yield files
     finally:
         for file in files:
@@ -93,6 +99,24 @@ def _open_subfile(path: str, length: int, direct: bool) -> _engine.File:
             cause="the file was cut or not copied whole",
         )
     return file
+
+
+def check_superblock(path: str, save_id: str, number: int) -> None:
+    """Raise `CorruptionError` unless the file begins as subfile `number` of the save `save_id`."""
+    try:
+        with open(path, "rb") as file:
+            head = Superblock.unpack(file.read(SUPERBLOCK_BYTES), path)
+    except OSError as error:
+        raise as_checkpoint_error(error, "read superblock", path) from error
+    if (head.save_id, head.subfile) != (save_id, number):
+        raise CorruptionError(
+            "check superblock",
+            path=path,
+            offset=0,
+            expected=f"save {save_id}, subfile {number}",
+            found=f"save {head.save_id}, subfile {head.subfile}",
+            cause="a file of another save under this name",
+        )
 
 
 def read_ranges(

@@ -24,9 +24,6 @@ from megatron_uring.index_rules import Index
 from megatron_uring.layout import DTYPE_NAMES
 from megatron_uring.tables import Extents, RestorePlan, ShardTable
 
-# Object keys live beside tensor keys in one restore plan; no tensor key can begin like this.
-_OBJECT_PREFIX = "\0object/"
-
 
 @dataclass(frozen=True)
 class Request:
@@ -76,10 +73,12 @@ def restore_requests(
     CheckpointError
         A missing key, another shape or dtype, damage; naming key, file and offset.
     """
-    buffers = _object_buffers(index, object_keys, directory)
+    prefix = _object_prefix(index)
+    buffers = _object_buffers(index, object_keys, directory, prefix)
     everything = [*requests, *buffers]
-    saved, extents = _with_objects(index)
+    saved, extents = _with_objects(index, prefix)
     wanted = _request_table(everything)
+    _check_keys(directory, index, requests)
     dtypes = _check_requests(directory, saved, everything, wanted, config)
     destinations = stage.prepare_destinations([r.tensor for r in everything], dtypes)
     restoring = plan.plan_restore(
@@ -140,7 +139,17 @@ def _execute(
     return total * len(passes)
 
 
-def _object_buffers(index: Index, keys: Sequence[str], directory: str) -> list[Request]:
+def _object_prefix(index: Index) -> str:
+    """What keeps object keys apart from tensor keys in one plan: no tensor key begins with it."""
+    prefix = "object:"
+    while any(key.startswith(prefix) for key in index.shards.keys):
+        prefix = "-" + prefix
+    return prefix
+
+
+def _object_buffers(
+    index: Index, keys: Sequence[str], directory: str, prefix: str
+) -> list[Request]:
     row = {key: number for number, key in enumerate(index.object_keys)}
     buffers = []
     for key in keys:
@@ -153,15 +162,15 @@ def _object_buffers(index: Index, keys: Sequence[str], directory: str) -> list[R
             )
         length = int(index.object_extents.length[row[key]])
         tensor = providers.new_tensor(DTYPE_NAMES.index("uint8"), [length])
-        buffers.append(Request(_OBJECT_PREFIX + key, tensor, (length,), (0,)))
+        buffers.append(Request(prefix + key, tensor, (length,), (0,)))
     return buffers
 
 
-def _with_objects(index: Index) -> tuple[ShardTable, Extents]:
+def _with_objects(index: Index, prefix: str) -> tuple[ShardTable, Extents]:
     """Shards and objects in one table, the objects as one-dimensional uint8 tensors."""
     count, length = len(index.object_keys), index.object_extents.length
     objects = ShardTable(
-        tuple(_OBJECT_PREFIX + key for key in index.object_keys),
+        tuple(prefix + key for key in index.object_keys),
         np.arange(count, dtype=np.int32),
         np.full(count, DTYPE_NAMES.index("uint8"), np.uint8),
         np.ones(count, np.uint8),
@@ -183,6 +192,18 @@ def _request_table(requests: Sequence[Request]) -> ShardTable:
     return providers.describe(shards)
 
 
+def _check_keys(directory: str, index: Index, requests: Sequence[Request]) -> None:
+    known = set(index.shards.keys)
+    for request in requests:
+        if request.key not in known:
+            raise StateMismatchError(
+                f"restore tensor {request.key!r}",
+                path=directory,
+                expected="a tensor of that key",
+                found=plan.similar_keys(request.key, index.shards.keys),
+            )
+
+
 def _check_requests(
     directory: str,
     saved: ShardTable,
@@ -195,19 +216,14 @@ def _check_requests(
     dtypes = []
     for number, request in enumerate(requests):
         operation = f"restore tensor {request.key!r}"
-        row = first.get(request.key)
-        if row is None:
-            raise StateMismatchError(
-                operation,
-                path=directory,
-                expected="a tensor of that key",
-                found=plan.similar_keys(request.key, _tensor_keys(saved)),
-            )
+        row = first[request.key]
         if stage.shares_elements(request.tensor):
             raise StateMismatchError(
                 operation,
-                expected="a destination whose elements have memory of their own",
-                found="an expanded tensor",
+                path=directory,
+                expected="a destination whose elements have their own memory",
+                found=f"strides {list(request.tensor.stride())}",
+                cause="an expanded tensor cannot be filled; pass a clone of it",
             )
         shape = tuple(saved.global_shape[row, : saved.ndim[row]].tolist())
         if shape != tuple(request.global_shape) and not request.partial:
@@ -228,8 +244,3 @@ def _check_requests(
             )
         dtypes.append(providers.torch_dtype(saved_code))
     return dtypes
-
-
-def _tensor_keys(saved: ShardTable) -> list[str]:
-    """Tensor keys alone, without those that stand for objects."""
-    return [key for key in saved.keys if not key.startswith(_OBJECT_PREFIX)]

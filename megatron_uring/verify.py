@@ -28,7 +28,7 @@ from megatron_uring.comm import Communicator
 from megatron_uring.config import Config
 from megatron_uring.errors import CheckpointError, CorruptionError
 from megatron_uring.index_rules import Index
-from megatron_uring.layout import BLOCK_BYTES, Superblock, subfile_name
+from megatron_uring.layout import BLOCK_BYTES, subfile_name
 
 _WORK_BYTES = 64 * BLOCK_BYTES
 
@@ -146,16 +146,7 @@ def _check_subfile(directory: str, index: Index, number: int) -> list[str]:
     try:
         length = int(index.subfile_length[np.searchsorted(index.subfile_number, number)])
         with open(path, "rb") as file:
-            head = Superblock.unpack(file.read(64), path)
-            if (head.save_id, head.subfile) != (index.save_id, number):
-                raise CorruptionError(
-                    "check superblock",
-                    path=path,
-                    offset=0,
-                    expected=f"save {index.save_id}, subfile {number}",
-                    found=f"save {head.save_id}, subfile {head.subfile}",
-                    cause="a file of another save under this name",
-                )
+            read.check_superblock(path, index.save_id, number)
             problems += _check_gaps(file, path, index, number)
             footer = index_module.read_footer(file, path, length)
             if footer.save_id != index.save_id:
@@ -248,6 +239,7 @@ def _read_share(
                 lengths,
                 direct=config.direct,
                 read_bytes=total,
+                check_identity=False,
             ) as files:
                 bad = read.read_ranges(
                     engine,

@@ -604,6 +604,146 @@ def run_python(script, **options):
     )
 
 
+ALLOCATION_SHIM = """
+#include <atomic>
+#include <cstdlib>
+#include <new>
+#include <stdexcept>
+#include <sys/syscall.h>
+#include <unistd.h>
+static std::atomic<long> left{0};
+static std::atomic<bool> odd{false};
+// From the number-th allocation in a native thread on (0: none), all fail; if odd, with something
+// that is no bad_alloc.
+extern "C" void fail_from(long number, int is_odd) { odd = is_odd; left = number; }
+extern "C" long allocations_left() { return left; }
+static void* allocate(std::size_t size) {
+    if (getpid() != syscall(SYS_gettid) && left > 0 && (left == 1 || --left == 0)) {
+        if (odd.exchange(false)) { left = 0; throw std::runtime_error("something odd"); }
+        throw std::bad_alloc();
+    }
+    if (void* memory = std::malloc(size == 0 ? 1 : size)) return memory;
+    throw std::bad_alloc();
+}
+void* operator new(std::size_t size) { return allocate(size); }
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+"""
+
+
+@pytest.fixture(scope="session")
+def allocation_shim(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shim")
+    (folder / "shim.cpp").write_text(ALLOCATION_SHIM)
+    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "shim.cpp", "-o", "shim.so"]
+    try:
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("no g++ here")
+    return folder / "shim.so"
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("odd", [False, True], ids=["no memory", "odd exception"])
+@pytest.mark.parametrize("scene", ["plain", "bad block", "failing"])
+def test_exceptions_in_native_threads_fail_the_job(kind, tmp_path, allocation_shim, scene, odd):
+    script = f"""
+        import ctypes, errno
+        import numpy as np
+        from megatron_uring import _engine as e
+        shim = ctypes.CDLL(None)
+        scene, odd, path = {scene!r}, {odd!r}, {str(tmp_path / "a-name-that-needs-memory")!r}
+        memory = np.ones(6 << 20, np.uint8)
+        one = np.zeros(1, np.int64)
+        address = np.array([memory.__array_interface__["data"][0]], np.uint64)
+        table = np.zeros((3, 1, 0), np.int64)
+        pieces = e.Pieces(one.astype(np.int32), one, address, one + memory.size, *table)
+        pool = e.SlabPool(1 << 20, 2)
+        engine = e.Engine({kind!r}, pool, queue_depth=2)
+        e.File.create(path, direct=False).close()
+        file = e.File.open(path, writable=True, direct=False)
+        expected = np.zeros(6, np.uint32) if scene == "bad block" else None
+
+        def start(operation):
+            if operation == "write":
+                return engine.write(file, 0, memory.size, pieces)
+            if operation == "sync":
+                return engine.sync(file)
+            ranges = (one.astype(np.int32), one, one + memory.size)
+            return engine.read([file], *ranges, pieces, expected)
+
+        def outcome(job):
+            try:
+                assert job.wait(60.0)
+            except OSError as error:
+                if error.errno == errno.EIO:
+                    assert odd and "something odd" in error.strerror or scene == "failing", error
+                assert error.filename == path
+                return error.errno
+            return 0
+
+        assert outcome(start("write")) == 0
+        for operation in ("write", "read", "sync"):
+            seen = []
+            for number in range(1, 100):
+                e.trace_start()
+                if scene == "failing":
+                    e.inject_fault(operation, "eio", skip=2 if operation != "sync" else 0)
+                shim.fail_from(ctypes.c_long(number), odd)
+                job = start(operation)
+                seen.append(outcome(job))
+                exhausted = shim.allocations_left() <= (0 if odd else 1)
+                shim.fail_from(ctypes.c_long(0), 0)
+                e.clear_faults()
+                e.trace_stop()
+                assert pool.free_count == 2
+                if not exhausted:
+                    break
+            usual = errno.EIO if scene == "failing" else 0
+            assert seen[-1] == usual, (operation, seen)
+            bad = errno.EIO if odd else errno.ENOMEM
+            assert len(seen) > 1 and bad in seen and set(seen) <= {{bad, usual}}, (operation, seen)
+        engine.close()
+        print("alive")
+    """
+    done = run_python(script, env={**os.environ, "LD_PRELOAD": str(allocation_shim)})
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
+def test_a_delayed_operation_does_not_hold_up_other_jobs(make, tmp_path):
+    engine, _ = make(slab_bytes=MIB, slab_count=3)
+    source = random_bytes(2 * MIB)
+    engine_module.inject_fault("write", "delay", delay_s=2.0, count=-1, path_contains="slow")
+    slow = start_write(engine, tmp_path / "slow", source[:MIB], False)
+    quick = start_write(engine, tmp_path / "quick", source, False)
+    assert quick.wait(WAIT_S)
+    assert not slow.done()
+    assert slow.wait(WAIT_S)
+    assert np.array_equal(np.fromfile(tmp_path / "slow", np.uint8), source[:MIB])
+
+
+def test_only_what_lies_in_one_run_is_taken_from_there(make, tmp_path):
+    engine, _ = make(slab_bytes=2 * MIB)
+    memory = random_bytes(5 * MIB)
+    rows = [  # long runs that start and end within a step, overlap, touch, and are strided
+        (0, 100, address_of(memory) + 1, MIB),
+        (0, 100 + MIB, address_of(memory) + MIB, 70_000),
+        (0, 40_000 + MIB, address_of(memory) + 7, 64),
+        (0, 2 * MIB, address_of(memory) + 3, 65_536, [(8, 98_304, 131_072)]),
+    ]
+    job = write(engine, tmp_path / "f", 3 * MIB, make_pieces(rows, 1), direct=True)
+    wanted = np.zeros(3 * MIB, np.uint8)
+    for _, start, address, length, *dims in rows:
+        for i in range(dims[0][0][0] if dims else 1):
+            file_step, memory_step = dims[0][0][1:] if dims else (0, 0)
+            at = address - address_of(memory) + i * memory_step
+            begin = start + i * file_step
+            wanted[begin : begin + length] = memory[at : at + length]
+    content = np.fromfile(tmp_path / "f", np.uint8)
+    assert np.array_equal(content, wanted)
+    assert job.checksums().tolist() == block_checksums(wanted)
+
+
 def test_file_size_limit_is_efbig_and_not_a_signal(kind, tmp_path):
     script = f"""
         import errno, resource, signal

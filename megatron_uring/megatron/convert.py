@@ -3,6 +3,7 @@
 Guarantees
 ----------
 - Only main replicas are saved (`replica_id` all zero): exactly one owner, as Megatron defines it.
+  The other replicas of a tensor are told to the save, which refuses one that nobody owns.
 - A shard keeps Megatron's key, global shape and offset; prepended axes are leading dimensions of
   size 1.
 - Loading copies into ``sh_ten.data`` in place and makes it, on the CPU, where it is None. With
@@ -57,12 +58,16 @@ class MegatronState:
         self._allowed_globals = allowed_globals
 
     def collect(self) -> Provided:
-        """Shards and objects of which this rank holds the main replica."""
+        """This rank's shards, and the objects of which it holds the main replica."""
         if self._failure is not None:
             raise self._failure
-        main = [leaf for leaf in self._leaves if is_main_replica(leaf.replica_id)]
-        shards = [(leaf.key, _shard(leaf)) for leaf in main if isinstance(leaf, ShardedTensor)]
-        objects = {leaf.unique_key: leaf.data for leaf in main if isinstance(leaf, ShardedObject)}
+        shards, objects = [], {}
+        for leaf in self._leaves:
+            main = is_main_replica(leaf.replica_id)
+            if isinstance(leaf, ShardedTensor) and (main or leaf.data is not None):
+                shards.append((leaf.key, _shard(leaf, owner=main)))
+            elif isinstance(leaf, ShardedObject) and main:
+                objects[leaf.unique_key] = leaf.data
         return providers.CompositeProvider(
             [
                 providers.TensorProvider(shards),
@@ -71,13 +76,13 @@ class MegatronState:
         ).collect()
 
 
-def _shard(leaf: ShardedTensor) -> Shard:
+def _shard(leaf: ShardedTensor, *, owner: bool) -> Shard:
     _refuse_flattened(leaf)
     if leaf.data is None:
         raise StateMismatchError(
             f"save tensor {leaf.key!r}", expected="data", found="none", cause="ShardedTensor.data"
         )
-    return Shard(leaf.data, tuple(leaf.global_shape), tuple(leaf.global_offset))
+    return Shard(leaf.data, tuple(leaf.global_shape), tuple(leaf.global_offset), owner)
 
 
 def _refuse_flattened(leaf: ShardedTensor) -> None:

@@ -206,7 +206,10 @@ def _register(*, save: bool) -> Callable[[], None]:
 
     def undo() -> None:
         for action, strategy in wanted.items():
-            if base.default_strategies[action.value].get(key) is strategy:
-                del base.default_strategies[action.value][key]
+            registered = base.default_strategies[action.value]
+            if registered.get(key) is strategy:
+                del registered[key]
+            if not registered:  # Megatron fills the table at the first look-up
+                del base.default_strategies[action.value]
 
     return undo
