@@ -2,13 +2,13 @@
 // megatron_uring/_engine.pyi.
 //
 // 1. Every call that can block releases the GIL. Waiting wakes up to look for signals, so Ctrl-C
-// works.
+//    works.
 // 2. Arguments are checked here for type and shape (ValueError naming the argument), and below for
-// their values.
+//    their values.
 // 3. Errors are translated in one place, translate_error: OsError becomes OSError with errno,
-// strerror and filename.
+//    strerror and filename.
 // 4. Arrays are copied before a call returns; only the addresses in Pieces are borrowed, until the
-// job is done.
+//    job is done.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -16,7 +16,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 #include <stdexcept>
 
 #include "checksum.hpp"
@@ -26,17 +25,29 @@
 namespace py = pybind11;
 
 namespace megatron_uring {
+// An argument that is str, bytes or os.PathLike.
+struct Path {
+    std::string name;
+};
+}  // namespace megatron_uring
+
+template <>
+struct py::detail::type_caster<megatron_uring::Path> {
+    PYBIND11_TYPE_CASTER(megatron_uring::Path, const_name("str | bytes | os.PathLike"));
+    bool load(py::handle source, bool) {
+        PyObject* bytes = nullptr;
+        if (PyUnicode_FSConverter(source.ptr(), &bytes) == 0) throw py::error_already_set();
+        value.name = std::string(py::reinterpret_steal<py::bytes>(bytes));
+        return true;
+    }
+};
+
+namespace megatron_uring {
 namespace {
 
 constexpr auto without_gil = py::call_guard<py::gil_scoped_release>();
 
 // ---- conversions ----
-
-std::string path_from(const py::handle& object) {
-    PyObject* bytes = nullptr;
-    if (PyUnicode_FSConverter(object.ptr(), &bytes) == 0) throw py::error_already_set();
-    return std::string(py::reinterpret_steal<py::bytes>(bytes));
-}
 
 py::object path_to(const std::string& path) {
     return py::reinterpret_steal<py::object>(
@@ -90,11 +101,10 @@ void translate_error(std::exception_ptr pointer) {
         if (pointer) std::rethrow_exception(pointer);
     } catch (const OsError& error) {
         const py::object filename = error.path().empty() ? py::none() : path_to(error.path());
-        const py::tuple arguments = py::make_tuple(error.number(), error.message(), filename);
-        PyErr_SetObject(PyExc_OSError, arguments.ptr());
+        PyErr_SetObject(PyExc_OSError,
+                        py::make_tuple(error.number(), error.message(), filename).ptr());
     } catch (const std::system_error& error) {  // threads that cannot be started
-        const py::tuple arguments = py::make_tuple(error.code().value(), error.what());
-        PyErr_SetObject(PyExc_OSError, arguments.ptr());
+        PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what()).ptr());
     }
 }
 
@@ -121,16 +131,15 @@ std::shared_ptr<PieceTable> make_pieces(const py::object& file_number, const py:
     if (file_table.shape(1) != dimensions || memory_table.shape(1) != dimensions) {
         throw std::invalid_argument("counts, file_strides, memory_strides differ in dimensions");
     }
-    PieceColumns columns;
-    columns.count = static_cast<std::size_t>(count);
-    columns.dimensions = static_cast<std::size_t>(dimensions);
-    columns.file_number = numbers.data();
-    columns.file_start = starts.data();
-    columns.address = addresses.data();
-    columns.run_bytes = runs.data();
-    columns.counts = count_table.data();
-    columns.file_strides = file_table.data();
-    columns.memory_strides = memory_table.data();
+    const PieceColumns columns = {static_cast<std::size_t>(count),
+                                  static_cast<std::size_t>(dimensions),
+                                  numbers.data(),
+                                  starts.data(),
+                                  addresses.data(),
+                                  runs.data(),
+                                  count_table.data(),
+                                  file_table.data(),
+                                  memory_table.data()};
     const py::gil_scoped_release release;
     return std::make_shared<PieceTable>(columns);
 }
@@ -174,20 +183,15 @@ struct JobHandle {
         return array_to(job->checksums());
     }
 
-    py::array_t<std::int64_t> bad_blocks() const {
+    py::array bad_blocks() const {
         require_done();
         if (job->operation() != Operation::read) throw std::invalid_argument("not a read job");
-        const auto& blocks = job->bad_blocks();
-        py::array_t<std::int64_t> rows({static_cast<py::ssize_t>(blocks.size()), py::ssize_t{4}});
-        auto cells = rows.mutable_unchecked<2>();
-        for (py::ssize_t i = 0; i < rows.shape(0); ++i) {
-            const BadBlock& block = blocks[static_cast<std::size_t>(i)];
-            cells(i, 0) = block.range_number;
-            cells(i, 1) = block.file_offset;
-            cells(i, 2) = block.expected;
-            cells(i, 3) = block.found;
+        std::vector<std::int64_t> cells;
+        for (const BadBlock& block : job->bad_blocks()) {
+            cells.insert(cells.end(),
+                         {block.range_number, block.file_offset, block.expected, block.found});
         }
-        return rows;
+        return array_to(cells).reshape({-1, 4});
     }
 
     void require_done() const {
@@ -266,21 +270,14 @@ void bind_memory(py::module_& module) {
 void bind_file(py::module_& module) {
     py::class_<File>(module, "File", py::is_final())
         .def_static(
-            "create",
-            [](const py::object& path, bool direct) {
-                const std::string name = path_from(path);
-                const py::gil_scoped_release release;
-                return File::create(name, direct);
-            },
-            py::arg("path"), py::kw_only(), py::arg("direct"))
+            "create", [](const Path& path, bool direct) { return File::create(path.name, direct); },
+            py::arg("path"), py::kw_only(), py::arg("direct"), without_gil)
         .def_static(
             "open",
-            [](const py::object& path, bool writable, bool direct) {
-                const std::string name = path_from(path);
-                const py::gil_scoped_release release;
-                return File::open(name, writable, direct);
+            [](const Path& path, bool writable, bool direct) {
+                return File::open(path.name, writable, direct);
             },
-            py::arg("path"), py::kw_only(), py::arg("writable"), py::arg("direct"))
+            py::arg("path"), py::kw_only(), py::arg("writable"), py::arg("direct"), without_gil)
         .def_property_readonly("path", [](const File& file) { return path_to(file.path()); })
         .def_property_readonly("direct", &File::direct)
         .def_property_readonly("offset_alignment", &File::offset_alignment)
@@ -333,46 +330,31 @@ void bind_engine(py::module_& module) {
 void bind_commit_operations(py::module_& module) {
     module.def(
         "write_file",
-        [](const py::object& path, const py::object& data) {
-            const std::string name = path_from(path);
+        [](const Path& path, const py::object& data) {
             const ContiguousBuffer buffer(data);
             const py::gil_scoped_release release;
-            write_file(name, buffer.data(), buffer.length());
+            write_file(path.name, buffer.data(), buffer.length());
         },
         py::arg("path"), py::arg("data"));
     module.def(
         "read_file",
-        [](const py::object& path) {
-            const std::string name = path_from(path);
+        [](const Path& path) {
             std::string content;
             {
                 const py::gil_scoped_release release;
-                content = read_file(name);
+                content = read_file(path.name);
             }
             return py::bytes(content);
         },
         py::arg("path"));
     module.def(
         "rename",
-        [](const py::object& source, const py::object& destination) {
-            const std::string from = path_from(source);
-            const std::string to = path_from(destination);
-            const py::gil_scoped_release release;
-            rename(from, to);
-        },
-        py::arg("source"), py::arg("destination"));
-    const auto bind_path_call = [&module](const char* name, void (*call)(const std::string&)) {
-        module.def(
-            name,
-            [call](const py::object& path) {
-                const std::string text = path_from(path);
-                const py::gil_scoped_release release;
-                call(text);
-            },
-            py::arg("path"));
-    };
-    bind_path_call("sync_directory", &sync_directory);
-    bind_path_call("remove", &remove);
+        [](const Path& source, const Path& destination) { rename(source.name, destination.name); },
+        py::arg("source"), py::arg("destination"), without_gil);
+    module.def(
+        "sync_directory", [](const Path& path) { sync_directory(path.name); }, py::arg("path"),
+        without_gil);
+    module.def("remove", [](const Path& path) { remove(path.name); }, py::arg("path"), without_gil);
 }
 
 void bind_recorder(py::module_& module) {

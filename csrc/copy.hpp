@@ -1,23 +1,23 @@
 // Copy between tensors and slabs: pack and scatter of strided boxes.
 //
 // 1. A piece is a box of runs. Runs come in ascending, disjoint file order (strides are nested;
-// checked once, when the
-//    table is made), so the first run of a window is found by division, not by walking.
+//    checked once, when the table is made), so the first run of a window is found by division, not
+//    by walking.
 // 2. The pieces of a window are found by binary search: O(log N + pieces in the window), also with
-// 200,000 pieces.
-//    Pieces may overlap in file order (one file byte may go to several places when reading), hence
-//    the search runs over prefix maxima of the ends.
+//    200,000 pieces. Pieces may overlap in file order (one file byte may go to several places when
+//    reading), hence the search runs over prefix maxima of the ends.
 // 3. pack fills every byte of its window: bytes of no piece become zero. scatter writes bytes of
-// pieces only.
+//    pieces only.
 // 4. Both directions are one function template, so they cannot disagree about where a byte belongs.
 // 5. Dimensions that can be merged are merged when the table is made; a contiguous piece is one
-// run.
+//    run.
 // 6. Addresses are trusted; everything else is checked. Zero pieces and pieces of zero bytes are
-// legal.
+//    legal.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace megatron_uring {
@@ -43,6 +43,10 @@ struct Window {
     std::uint8_t* slab;  // holds the byte at `start`
 };
 
+// Copies without leaving the destination in the cache, where nobody will read it soon. Other
+// threads that are handed the destination through a lock see the bytes.
+void copy_past_cache(std::uint8_t* to, const std::uint8_t* from, std::int64_t length) noexcept;
+
 class PieceTable {
   public:
     static constexpr std::size_t max_dimensions = 16;
@@ -55,6 +59,9 @@ class PieceTable {
     std::int32_t max_file_number() const noexcept;  // -1 without pieces
     // Whether all bytes of all pieces lie in [start, end).
     bool within(std::int64_t start, std::int64_t end) const noexcept;
+
+    // Where all bytes of the window lie in one piece of memory, and in no other; else nullptr.
+    const std::uint8_t* contiguous_source(const Window& window) const noexcept;
 
     // Returns the bytes copied.
     std::int64_t pack(const Window& window) const noexcept;
@@ -78,6 +85,9 @@ class PieceTable {
     };
 
     void add(const PieceColumns& columns, std::size_t i);
+    void append(std::size_t i, const Piece& piece);
+    // The pieces of the file from the first on that ends behind the start of the window.
+    std::pair<const Piece*, const Piece*> candidates(const Window& window) const noexcept;
     template <Direction direction>
     std::int64_t move(const Window& window) const noexcept;
     template <Direction direction>

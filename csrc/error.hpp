@@ -1,14 +1,12 @@
 // Errors, and what is left of an object after fork.
 //
 // 1. Everything that the operating system refuses is an OsError: errno, the path, and in the
-// message the operation
-//    with its offset and length. bindings.cpp translates it in one place; nothing below knows
-//    Python.
+//    message the operation with its offset and length. bindings.cpp translates it in one place;
+//    nothing below knows Python.
 // 2. A wrong argument is std::invalid_argument, thrown before anything has been started.
 // 3. Threads, rings and slabs do not survive fork. An object that owns one carries a ForkStamp; in
-// a child, using it
-//    throws EOWNERDEAD and destroying it touches nothing, since its memory and its locks belong to
-//    threads that are gone.
+//    a child, using it throws EOWNERDEAD and destroying it touches nothing, since its memory and
+//    its locks belong to threads that are gone.
 #pragma once
 
 #include <atomic>

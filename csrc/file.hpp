@@ -2,13 +2,13 @@
 //
 // 1. Every operation passes the recorder and fails with errno, path, operation, offset and length.
 // 2. A descriptor is closed exactly once. A job keeps the descriptors it uses: File::close during a
-// job takes effect
-//    when the job has ended, so a number is never reused under an operation in flight.
+//    job takes effect when the job has ended, so a number is never reused under an operation in
+//    flight.
 // 3. Creating is exclusive and never leaves a half-made file behind for O_DIRECT's sake: the file
-// is opened without it,
-//    then switched, since Linux reports O_DIRECT's EINVAL after it has created the file.
+//    is opened without it, then switched, since Linux reports O_DIRECT's EINVAL after it has
+//    created the file.
 // 4. `direct` says what is in force, after all fallbacks. Alignment comes from statx; 4096 where it
-// does not tell.
+//    does not tell.
 // 5. write_file leaves either a whole, synced file or none. Nothing is retried after a failed sync.
 // 6. Children of fork close the descriptors that were registered with close_in_child.
 #pragma once

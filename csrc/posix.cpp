@@ -3,7 +3,11 @@
 
 #include <unistd.h>
 
+#include <condition_variable>
+#include <mutex>
+#include <thread>
 #include <utility>
+#include <vector>
 
 namespace megatron_uring {
 namespace {
@@ -59,8 +63,7 @@ class PosixBackend final : public Backend {
                 std::unique_lock<std::mutex> lock(mutex_);
                 available_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
                 if (queue_.empty()) return;
-                request = std::move(queue_.front());
-                queue_.pop_front();
+                request = queue_.pop_front();
             }
             while (request->advance(transfer(*request)) == Request::Outcome::resubmit) {
             }
@@ -69,7 +72,8 @@ class PosixBackend final : public Backend {
     }
 
     static std::int64_t transfer(Request& request) noexcept {
-        const Request::Step step = request.prepare();
+        const Request::Step& step = request.prepare();
+        if (step.pause.count() > 0) std::this_thread::sleep_for(step.pause);
         if (step.error != 0) return -step.error;
         const auto length = static_cast<std::size_t>(step.length);
         std::int64_t result;
@@ -86,7 +90,7 @@ class PosixBackend final : public Backend {
     RequestSink& sink_;
     std::mutex mutex_;
     std::condition_variable available_;
-    std::deque<std::unique_ptr<Request>> queue_;
+    RequestQueue queue_;
     bool stopping_ = false;
     std::vector<std::thread> threads_;
 };

@@ -6,10 +6,8 @@
 #include <unistd.h>
 
 #include <array>
-#include <chrono>
 #include <mutex>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
 #include "error.hpp"
@@ -94,7 +92,6 @@ namespace recorder {
 
 Verdict judge(Operation operation, const std::string& path) {
     Verdict verdict;
-    double delay_s = 0.0;
     bool kill_now = false;
     {
         const std::lock_guard<std::mutex> lock(state().mutex);
@@ -108,12 +105,11 @@ Verdict judge(Operation operation, const std::string& path) {
             if (fault.count > 0) --fault.count;
             if (fault.effect == Effect::error && verdict.error == 0) verdict.error = fault.error;
             if (fault.effect == Effect::shorten) verdict.shorten = true;
-            if (fault.effect == Effect::delay) delay_s += fault.delay_s;
+            if (fault.effect == Effect::delay) verdict.delay_s += fault.delay_s;
             if (fault.effect == Effect::kill) kill_now = true;
         }
     }
-    // Outside the lock: a delayed operation must not delay those of other threads.
-    if (delay_s > 0.0) std::this_thread::sleep_for(std::chrono::duration<double>(delay_s));
+    if (kill_now) std::this_thread::sleep_for(std::chrono::duration<double>(verdict.delay_s));
     while (kill_now) ::kill(::getpid(), SIGKILL);
     return verdict;
 }

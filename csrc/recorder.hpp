@@ -3,22 +3,23 @@
 //
 // 1. Idle (no fault injected, no trace running) it costs one relaxed load per operation.
 // 2. A fault is decided before the operation starts, so that both engines behave alike: an error
-// replaces the operation
-//    (the kernel is not asked), `short` halves its length, `delay` and `kill` act in the calling
-//    thread.
+//    replaces the operation (the kernel is not asked), `short` halves its length, `kill` acts
+//    at once, `delay` is left to the caller, who may have other things to do meanwhile.
 // 3. The trace lists operations in the order of completion, with the length that was wanted, also
-// when a fault cut it.
-//    For `open` the offset holds the flags; for `rename` the path is "source -> destination".
+//    when a fault cut it. For `open` the offset holds the flags; for `rename` the path is "source
+//    -> destination".
 // 4. Memory is bounded: a trace that outgrows trace_limit fails when it is stopped rather than
-// losing entries unseen.
+//    losing entries unseen.
 // 5. A forked child inherits faults and trace in a consistent state.
 #pragma once
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace megatron_uring {
@@ -43,6 +44,7 @@ namespace recorder {
 struct Verdict {
     int error = 0;         // complete with this errno instead of asking the kernel
     bool shorten = false;  // ask the kernel for half of the bytes
+    double delay_s = 0.0;  // but first let so much time pass
 };
 
 struct Entry {
@@ -79,6 +81,9 @@ template <class Call>
 std::int64_t perform(Operation operation, const std::string& path, std::int64_t offset,
                      std::int64_t length, Call&& call) {
     const Verdict verdict = before(operation, path);
+    if (verdict.delay_s > 0.0) {
+        std::this_thread::sleep_for(std::chrono::duration<double>(verdict.delay_s));
+    }
     std::int64_t result;
     if (verdict.error != 0) {
         result = -verdict.error;

@@ -6,9 +6,13 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <future>
+#include <mutex>
+#include <optional>
+#include <thread>
 #include <utility>
 
 namespace megatron_uring {
@@ -158,8 +162,8 @@ class RingBackend final : public Backend {
         while (!take_incoming()) {
             submit_pending();
             if (!wakeup_armed_) arm_wakeup();
-            const int result = io_uring_submit_and_wait(ring_, 1);
-            if (result < 0 && result != -EINTR) submission_failed(-result);
+            const int result = submit_and_wait();
+            if (result < 0 && result != -EINTR && result != -ETIME) submission_failed(-result);
             reap();
         }
     }
@@ -167,30 +171,46 @@ class RingBackend final : public Backend {
     // Returns true when it is time to end.
     bool take_incoming() noexcept {
         const std::lock_guard<std::mutex> lock(mutex_);
-        for (auto& request : incoming_) pending_.push_back(std::move(request));
-        incoming_.clear();
+        while (!incoming_.empty()) pending_.push_back(incoming_.pop_front());
         return stopping_ && pending_.empty() && in_flight_ == 0;
     }
 
     void submit_pending() noexcept {
-        while (!pending_.empty() && in_flight_ < queue_depth_) {
-            std::unique_ptr<Request> request = std::move(pending_.front());
-            pending_.pop_front();
-            Request::Step step = request->prepare();
-            if (step.error == 0) step.error = broken_errno_;
-            if (step.error != 0) {
-                advance(std::move(request), -step.error);
-                continue;
-            }
-            io_uring_sqe* const entry = io_uring_get_sqe(ring_);
-            if (entry == nullptr) {  // after a failed submission the queue may still be full
-                advance(std::move(request), -EAGAIN);
-                return;
-            }
-            fill_entry(*entry, *request, step);
-            io_uring_sqe_set_data(entry, request.release());
-            ++in_flight_;
+        while (!paused_.empty() && paused_.first()->due <= Request::Clock::now()) {
+            submit_step(paused_.pop_front());
         }
+        while (!pending_.empty() && in_flight_ < queue_depth_) {
+            std::unique_ptr<Request> request = pending_.pop_front();
+            ++in_flight_;
+            const auto pause = request->prepare().pause;
+            if (pause.count() > 0) {
+                request->due = Request::Clock::now() + pause;
+                paused_.insert_by_due(std::move(request));
+            } else {
+                submit_step(std::move(request));
+            }
+        }
+    }
+
+    void submit_step(std::unique_ptr<Request> request) noexcept {
+        const int error = request->step.error != 0 ? request->step.error : broken_errno_;
+        if (error != 0) return advance(std::move(request), -error);
+        io_uring_sqe* const entry = io_uring_get_sqe(ring_);
+        // After a failed submission the queue may still be full.
+        if (entry == nullptr) return advance(std::move(request), -EAGAIN);
+        fill_entry(*entry, *request, request->step);
+        io_uring_sqe_set_data(entry, request.release());
+    }
+
+    // Until something completes or the first pause is over.
+    int submit_and_wait() noexcept {
+        if (paused_.empty()) return io_uring_submit_and_wait(ring_, 1);
+        const auto left = paused_.first()->due - Request::Clock::now();
+        const auto left_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(left).count();
+        const std::int64_t wait_ns = std::max<std::int64_t>(left_ns, 0);
+        __kernel_timespec limit = {wait_ns / 1'000'000'000, wait_ns % 1'000'000'000};
+        io_uring_cqe* completion = nullptr;
+        return io_uring_submit_and_wait_timeout(ring_, &completion, 1, &limit, nullptr);
     }
 
     static void fill_entry(io_uring_sqe& entry, const Request& request,
@@ -206,7 +226,9 @@ class RingBackend final : public Backend {
         }
     }
 
+    // What was in flight, or counted as such, has come back.
     void advance(std::unique_ptr<Request> request, std::int64_t result) noexcept {
+        --in_flight_;
         if (request->advance(result) == Request::Outcome::resubmit) {
             pending_.push_front(std::move(request));
         } else {
@@ -233,7 +255,6 @@ class RingBackend final : public Backend {
                 wakeup_armed_ = false;
                 continue;
             }
-            --in_flight_;
             advance(std::unique_ptr<Request>(request), result);
         }
     }
@@ -250,12 +271,13 @@ class RingBackend final : public Backend {
     EventDescriptor wakeup_;
 
     std::mutex mutex_;
-    std::deque<std::unique_ptr<Request>> incoming_;
+    RequestQueue incoming_;
     bool stopping_ = false;
 
     // Of the ring's thread alone.
     io_uring* ring_ = nullptr;
-    std::deque<std::unique_ptr<Request>> pending_;
+    RequestQueue pending_;
+    RequestQueue paused_;  // by due; they count as in flight
     std::int64_t in_flight_ = 0;
     bool wakeup_armed_ = false;
     int broken_errno_ = 0;

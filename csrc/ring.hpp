@@ -1,24 +1,24 @@
 // The io_uring backend.
 //
 // 1. One thread owns the ring, submits and reaps: SINGLE_ISSUER and DEFER_TASKRUN where the kernel
-// has them, plain flags
-//    where it answers EINVAL. Other threads reach it through a queue and an eventfd.
+//    has them, plain flags where it answers EINVAL. Other threads reach it through a queue and an
+//    eventfd.
 // 2. At most queue_depth operations are in flight. Every operation that was submitted is reaped
-// before the ring goes.
+//    before the ring goes.
 // 3. Set-up fails with the errno and the call's name, nothing half-made; operations that are needed
-// but not supported
-//    count as ENOSYS.
+//    but not supported count as ENOSYS.
 // 4. If the ring itself breaks later, requests fail with its errno; what is in flight is still
-// waited for.
+//    waited for.
 // 5. A forked child closes its copies of the ring's descriptors and never uses them. The ring is
-// not mapped there.
+//    not mapped there.
+// 6. A pause (back-off, injected delay) holds up its own request only; it counts as in flight.
 #pragma once
 
 #include <cerrno>
 #include <cstdint>
 #include <memory>
 
-#include "engine.hpp"
+#include "backend.hpp"
 
 namespace megatron_uring {
 

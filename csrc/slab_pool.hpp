@@ -1,17 +1,15 @@
 // The pool of staging memory.
 //
 // 1. Bounded: one mapping made at construction, `slab_count` slabs of `slab_bytes`, and it never
-// grows.
+//    grows.
 // 2. Every slab is private memory aligned to 2 MiB (if slab_bytes is a multiple of it; to 1 MiB
-// otherwise) with
-//    MADV_HUGEPAGE, because 4 KiB pages halve the bandwidth of direct writes, and with
-//    MADV_DONTFORK, because copying the page tables of a pool makes fork slow. All pages are
+//    otherwise) with MADV_HUGEPAGE, because 4 KiB pages halve the bandwidth of direct writes, and
+//    with MADV_DONTFORK, because copying the page tables of a pool makes fork slow. All pages are
 //    touched once, at construction.
 // 3. A slab has one owner, a move-only Slab; destroying it returns the slab, and then wakes the
-// engines that wait.
+//    engines that wait.
 // 4. A listener is never called with the lock of the free list held, so an engine may try_acquire
-// under its own lock;
-//    it must not destroy a Slab there.
+//    under its own lock; it must not destroy a Slab there.
 #pragma once
 
 #include <cstddef>

@@ -89,3 +89,8 @@ def unpack_arrays(data: bytes) -> list[npt.NDArray[Any]]:
     source = io.BytesIO(data)
     (count,) = struct.unpack("<q", source.read(8))
     return [np.lib.format.read_array(source, allow_pickle=False) for _ in range(count)]
+
+
+def format_box(values: Int64Array, ndim: int) -> str:
+    """The first `ndim` values, for messages."""
+    return "[" + ", ".join(str(value) for value in values[:ndim].tolist()) + "]"

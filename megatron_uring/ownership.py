@@ -13,10 +13,10 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from megatron_uring.columns import BoolArray, Int32Array, Int64Array
+from megatron_uring.columns import BoolArray, Int32Array, Int64Array, format_box
 from megatron_uring.errors import StateMismatchError
 from megatron_uring.layout import DTYPE_NAMES
-from megatron_uring.tables import ShardTable, describe_shard, format_box
+from megatron_uring.tables import ShardTable, describe_shard
 
 _PAINT_CELLS_MAXIMUM = 1 << 22
 

@@ -22,6 +22,7 @@ from megatron_uring.columns import (
     Int64Array,
     Uint8Array,
     Uint32Array,
+    format_box,
     join,
     pack_arrays,
     pack_keys,
@@ -225,16 +226,8 @@ class Structure:
     def pack(self) -> bytes:
         """The columns, to send."""
         extents = self.extents
-        return pack_arrays(
-            [
-                self.rank,
-                self.owner,
-                extents.subfile,
-                extents.start,
-                extents.length,
-                *self.shards.columns(),
-            ]
-        )
+        where = (extents.subfile, extents.start, extents.length)
+        return pack_arrays([self.rank, self.owner, *where, *self.shards.columns()])
 
     @staticmethod
     def unpack(data: bytes) -> Structure:
@@ -404,8 +397,3 @@ def describe_shard(shards: ShardTable, row: int) -> str:
     """A row for messages: ``shard [2, 3] at [0, 3]``."""
     ndim = shards.ndim[row]
     return f"shard {format_box(shards.shape[row], ndim)} at {format_box(shards.offset[row], ndim)}"
-
-
-def format_box(values: Int64Array, ndim: int) -> str:
-    """The first `ndim` values, for messages."""
-    return "[" + ", ".join(str(value) for value in values[:ndim].tolist()) + "]"

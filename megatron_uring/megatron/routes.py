@@ -127,12 +127,23 @@ def save_common(
         return
     if torch.distributed.get_rank() != 0:
         return
+    allowed = installed.config.allowed_globals
     try:
         _common[_key(checkpoint_dir)] = providers.serialize_object(
-            "common state", common_state_dict, installed.config.allowed_globals
+            "common state", common_state_dict, allowed
         )
     except CheckpointError as error:
-        _common[_key(checkpoint_dir)] = error
+        _common[_key(checkpoint_dir)] = _with_key(common_state_dict, allowed) or error
+
+
+def _with_key(common_state_dict: Any, allowed_globals: tuple[str, ...]) -> CheckpointError | None:
+    """The error of the first entry that by itself cannot be loaded again; names its key."""
+    for key, value in common_state_dict.items():
+        try:
+            providers.serialize_object(f"common state: {key}", value, allowed_globals)
+        except CheckpointError as error:
+            return error
+    return None
 
 
 def save_config(installed: Any, original: Original, config: Any, checkpoint_dir: Any) -> None:

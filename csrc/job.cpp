@@ -1,0 +1,113 @@
+// See job.hpp for what is guaranteed.
+#include "job.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <new>
+#include <stdexcept>
+#include <utility>
+
+#include "checksum.hpp"
+
+namespace megatron_uring {
+namespace {
+
+void check_range(const Range& range, std::size_t file_count, std::size_t number) {
+    const std::string name = "range " + std::to_string(number) + ": ";
+    if (range.file_number < 0 || static_cast<std::size_t>(range.file_number) >= file_count) {
+        throw std::invalid_argument(name + "no such file_number");
+    }
+    if (range.start < 0 || range.start % block_bytes != 0) {
+        throw std::invalid_argument(name + "start is not a multiple of 1 MiB");
+    }
+    // Room above the end, so that rounding up to an alignment cannot overflow.
+    constexpr std::int64_t end_limit = std::numeric_limits<std::int64_t>::max() - (1 << 30);
+    if (range.length < 0 || range.length > end_limit - range.start) {
+        throw std::invalid_argument(name + "length is negative or too large");
+    }
+}
+
+}  // namespace
+
+Job::Job(Operation operation, std::vector<std::shared_ptr<Descriptor>> files,
+         std::vector<Range> ranges, std::shared_ptr<const PieceTable> pieces,
+         std::optional<std::vector<std::uint32_t>> expected)
+    : operation_(operation),
+      files_(std::move(files)),
+      ranges_(std::move(ranges)),
+      pieces_(std::move(pieces)),
+      expected_(std::move(expected)) {
+    std::size_t blocks = 0;
+    first_blocks_.reserve(ranges_.size());
+    for (std::size_t i = 0; i < ranges_.size(); ++i) {
+        check_range(ranges_[i], files_.size(), i);
+        first_blocks_.push_back(blocks);
+        blocks += static_cast<std::size_t>((ranges_[i].length + block_bytes - 1) / block_bytes);
+        if (__builtin_add_overflow(bytes_total_, ranges_[i].length, &bytes_total_)) {
+            throw std::invalid_argument("ranges hold too many bytes");
+        }
+    }
+    if (expected_ && expected_->size() != blocks) {
+        throw std::invalid_argument("expected has " + std::to_string(expected_->size()) +
+                                    " checksums for " + std::to_string(blocks) + " blocks");
+    }
+    checksums_.resize(blocks);
+}
+
+bool Job::wait(double timeout_s) const {
+    if (done()) return true;
+    std::unique_lock<std::mutex> lock(mutex_);
+    return finished_.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                              [this] { return done(); });
+}
+
+void Job::rethrow() const {
+    if (error_ == nullptr) return;
+    const auto translated = [this](int number, const std::string& text) {
+        return OsError(number, name_of(operation_) + text, path());
+    };
+    try {
+        std::rethrow_exception(error_);
+    } catch (const OsError&) {
+        throw;
+    } catch (const std::bad_alloc&) {
+        throw translated(ENOMEM, "");
+    } catch (const std::exception& error) {
+        throw translated(EIO, std::string(": ") + error.what());
+    }
+}
+
+void Job::fail(std::exception_ptr error) noexcept {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (done() || error_ != nullptr) return;
+    error_ = std::move(error);
+    stopped_.store(true, std::memory_order_release);
+}
+
+void Job::require_covered_pieces() const {
+    const std::int64_t scattered = bytes_scattered_.load();
+    if (scattered >= pieces_->bytes()) return;
+    throw OsError(EINVAL,
+                  "read: the ranges hold only " + std::to_string(scattered) + " of the " +
+                      std::to_string(pieces_->bytes()) + " bytes of the pieces",
+                  path());
+}
+
+void Job::complete() noexcept {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (error_ == nullptr && operation_ == Operation::read && bad_blocks_.empty()) {
+        try {
+            require_covered_pieces();
+        } catch (...) {
+            error_ = std::current_exception();
+        }
+    }
+    std::sort(bad_blocks_.begin(), bad_blocks_.end(), [](const BadBlock& a, const BadBlock& b) {
+        return std::pair(a.range_number, a.file_offset) < std::pair(b.range_number, b.file_offset);
+    });
+    done_.store(true, std::memory_order_release);
+    finished_.notify_all();
+}
+
+}  // namespace megatron_uring

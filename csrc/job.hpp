@@ -1,0 +1,106 @@
+// A job: what was asked for, how far it has come, and how it ended.
+//
+// 1. A job is done exactly once, and only when nothing of it is in flight and its slabs are back in
+//    the pool, whether it succeeded, failed or was cancelled. Until then the memory it was given
+//    must stay valid; after, it is not touched.
+// 2. The first failure wins and is what every rethrow() throws. Failing needs no memory: what a
+//    native thread could not allocate for becomes ENOMEM, any other exception EIO with its text.
+// 3. A read that succeeds has filled every byte of its pieces, bad blocks apart: ranges that do not
+//    cover the pieces fail the job.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "copy.hpp"
+#include "error.hpp"
+#include "file.hpp"
+#include "recorder.hpp"
+
+namespace megatron_uring {
+
+struct Range {
+    std::int32_t file_number;
+    std::int64_t start;
+    std::int64_t length;
+};
+
+struct BadBlock {
+    std::int64_t range_number;
+    std::int64_t file_offset;
+    std::uint32_t expected;
+    std::uint32_t found;
+};
+
+class Job {
+  public:
+    Job(Operation operation, std::vector<std::shared_ptr<Descriptor>> files,
+        std::vector<Range> ranges, std::shared_ptr<const PieceTable> pieces,
+        std::optional<std::vector<std::uint32_t>> expected);
+
+    bool done() const noexcept { return done_.load(std::memory_order_acquire); }
+    // Whether to start nothing more: it has failed or was cancelled.
+    bool stopped() const noexcept { return stopped_.load(std::memory_order_acquire); }
+    bool wait(double timeout_s) const;
+    void rethrow() const;  // of a done job; an OsError
+    void fail(std::exception_ptr error) noexcept;
+    // Fails with the OsError that `make` returns, or with what keeps it from being made.
+    template <class Make>
+    void fail_with(Make&& make) noexcept {
+        try {
+            throw make();
+        } catch (...) {
+            fail(std::current_exception());
+        }
+    }
+
+    std::int64_t bytes_total() const noexcept { return bytes_total_; }
+    std::int64_t bytes_done() const noexcept { return bytes_done_.load(std::memory_order_relaxed); }
+    double copy_s() const noexcept { return static_cast<double>(copy_ns_.load()) * 1e-9; }
+    double checksum_s() const noexcept { return static_cast<double>(checksum_ns_.load()) * 1e-9; }
+    const std::vector<std::uint32_t>& checksums() const noexcept { return checksums_; }
+    const std::vector<BadBlock>& bad_blocks() const noexcept { return bad_blocks_; }
+    Operation operation() const noexcept { return operation_; }
+    std::string path() const { return files_.empty() ? "" : files_.front()->path(); }
+
+  private:
+    friend class Engine;
+    friend struct Request;
+    void complete() noexcept;
+    void require_covered_pieces() const;
+
+    const Operation operation_;
+    const std::vector<std::shared_ptr<Descriptor>> files_;
+    const std::vector<Range> ranges_;
+    std::vector<std::size_t> first_blocks_;  // of each range, in checksums_
+    const std::shared_ptr<const PieceTable> pieces_;
+    const std::optional<std::vector<std::uint32_t>> expected_;
+    std::int64_t bytes_total_ = 0;
+
+    // Guarded by the engine's mutex: what has not been started yet, and what is in flight.
+    std::size_t next_range_ = 0;
+    std::int64_t next_offset_ = 0;
+    std::int64_t in_flight_ = 0;
+
+    std::atomic<std::int64_t> bytes_done_{0};
+    std::atomic<std::int64_t> bytes_scattered_{0};
+    std::atomic<std::int64_t> copy_ns_{0};
+    std::atomic<std::int64_t> checksum_ns_{0};
+    std::vector<std::uint32_t> checksums_;  // each element has one writer: the request of its block
+
+    mutable std::mutex mutex_;
+    mutable std::condition_variable finished_;
+    std::vector<BadBlock> bad_blocks_;  // under mutex_ until done
+    std::exception_ptr error_;          // under mutex_ until done
+    std::atomic<bool> stopped_{false};
+    std::atomic<bool> done_{false};
+};
+
+}  // namespace megatron_uring

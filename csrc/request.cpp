@@ -1,0 +1,236 @@
+// See request.hpp for what is guaranteed.
+#include "request.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "checksum.hpp"
+
+namespace megatron_uring {
+namespace {
+
+constexpr std::int64_t max_request_bytes = 0x7ffff000;  // what Linux transfers in one call at most
+constexpr int idle_attempt_limit = 1000;
+
+std::int64_t align_down(std::int64_t value, std::int64_t alignment) {
+    return value - value % alignment;
+}
+
+std::int64_t align_up(std::int64_t value, std::int64_t alignment) {
+    return align_down(value + alignment - 1, alignment);
+}
+
+std::int64_t nanoseconds(Request::Clock::duration duration) {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count();
+}
+
+}  // namespace
+
+// ---- between memory and slab ----
+
+std::size_t Request::block_number(std::int64_t at) const noexcept {
+    return first_block + static_cast<std::size_t>(at / block_bytes);
+}
+
+void Request::fill() noexcept {
+    // Step by step, so that whichever of copy and checksum comes second finds the bytes in the
+    // nearest cache. Measured per GB: 0.155 CPU seconds in steps of 16 to 32 KiB, 0.20 in whole
+    // blocks, 0.22 with the checksum in a thread of its own.
+    constexpr std::int64_t step_bytes = 32 * 1024;
+    static_assert(block_bytes % step_bytes == 0);
+    // A direct write reads the slab by DMA only: bytes that lie in one run are copied past the
+    // cache, and their checksum is that of the source, which the copy then finds in the cache.
+    // Measured: 0.22 instead of 0.26 to 0.28 CPU seconds per GB written, the kernel's included.
+    const bool stream = descriptor->direct();
+    Clock::duration copying{0};
+    Clock::duration checking{0};
+    std::uint32_t checksum = 0;
+    for (std::int64_t at = 0; at < length; at += step_bytes) {
+        if (at % block_bytes == 0) {
+            if (job->stopped()) break;
+            checksum = 0;
+        }
+        const Window window = {0, file_offset + at, std::min(step_bytes, length - at),
+                               slab.data() + at};
+        const std::uint8_t* const source =
+            stream ? job->pieces_->contiguous_source(window) : nullptr;
+        const auto begin = Clock::now();
+        if (source != nullptr) {
+            checksum = crc32c(source, window.length, checksum);
+            const auto checked = Clock::now();
+            copy_past_cache(window.slab, source, window.length);
+            checking += checked - begin;
+            copying += Clock::now() - checked;
+        } else {
+            job->pieces_->pack(window);
+            const auto copied = Clock::now();
+            checksum = crc32c(window.slab, window.length, checksum);
+            copying += copied - begin;
+            checking += Clock::now() - copied;
+        }
+        job->checksums_[block_number(at)] = checksum;
+    }
+    job->copy_ns_ += nanoseconds(copying);
+    job->checksum_ns_ += nanoseconds(checking);
+}
+
+void Request::land() noexcept {
+    const auto begin = Clock::now();
+    Clock::duration checking{0};
+    try {
+        for (std::int64_t at = 0; at < length && !job->stopped(); at += block_bytes) {
+            land_block(at, checking);
+        }
+    } catch (...) {
+        job->fail(std::current_exception());
+    }
+    job->copy_ns_ += nanoseconds(Clock::now() - begin - checking);
+    job->checksum_ns_ += nanoseconds(checking);
+    if (!job->stopped()) job->bytes_done_ += length;
+}
+
+void Request::land_block(std::int64_t at, Clock::duration& checking) {
+    const Window block = {job->ranges_[range_number].file_number, file_offset + at,
+                          std::min(block_bytes, length - at), slab.data() + at};
+    const auto begin = Clock::now();
+    const std::uint32_t found = crc32c(block.slab, block.length);
+    checking += Clock::now() - begin;
+    const std::size_t number = block_number(at);
+    job->checksums_[number] = found;
+    const std::uint32_t expected = job->expected_ ? (*job->expected_)[number] : found;
+    if (found != expected) {
+        const std::lock_guard<std::mutex> lock(job->mutex_);
+        job->bad_blocks_.push_back(
+            {static_cast<std::int64_t>(range_number), block.start, expected, found});
+        return;
+    }
+    job->bytes_scattered_ += job->pieces_->scatter(block);
+}
+
+// ---- between slab and kernel ----
+
+const Request::Step& Request::prepare() noexcept {
+    step = {};
+    step_recorded_ = false;
+    if (job->stopped()) {
+        step.error = ECANCELED;
+        return step;
+    }
+    try {
+        const recorder::Verdict verdict = recorder::before(operation, descriptor->path());
+        step_recorded_ = true;
+        step.error = verdict.error;
+        step.pause =
+            std::exchange(back_off_, {}) + std::chrono::duration_cast<Clock::duration>(
+                                               std::chrono::duration<double>(verdict.delay_s));
+        if (operation != Operation::sync) prepare_transfer(verdict.shorten);
+    } catch (...) {
+        job->fail(std::current_exception());
+        step.error = ECANCELED;
+    }
+    return step;
+}
+
+void Request::prepare_transfer(bool shorten) noexcept {
+    step_direct_ = descriptor->direct();
+    const std::int64_t alignment = step_direct_ ? descriptor->offset_alignment() : 1;
+    resume_bytes_ = align_down(done_bytes_, alignment);
+    // A direct read has to ask for whole units; slabs have room for them.
+    const std::int64_t end = operation == Operation::read ? align_up(length, alignment) : length;
+    wanted_bytes_ = std::min(end - resume_bytes_, align_down(max_request_bytes, alignment));
+    const std::int64_t half = align_down(wanted_bytes_ / 2, alignment);
+    step.buffer = slab.data() + resume_bytes_;
+    step.offset = file_offset + resume_bytes_;
+    step.length = shorten && half > 0 ? half : wanted_bytes_;
+}
+
+Request::Outcome Request::advance(std::int64_t result) noexcept {
+    const bool transfers = operation != Operation::sync;
+    if (step_recorded_) {
+        try {
+            recorder::after(operation, descriptor->path(), step.offset,
+                            transfers ? wanted_bytes_ : 0, result);
+        } catch (...) {
+            job->fail(std::current_exception());
+        }
+    }
+    if (result == -ECANCELED && job->stopped()) return Outcome::finished;
+    if (result >= 0) return transfers ? advance_transfer(result) : Outcome::finished;
+    const int error = static_cast<int>(-result);
+    if (error == EINTR && transfers) return retry_or_fail(error, false);
+    if (error == EAGAIN && transfers) return retry_or_fail(error, true);
+    if (error == EINVAL && operation == Operation::read && step_direct_ &&
+        descriptor->set_direct(false) == 0) {
+        return Outcome::resubmit;
+    }
+    fail(error);
+    return Outcome::finished;
+}
+
+Request::Outcome Request::advance_transfer(std::int64_t result) noexcept {
+    const std::int64_t reached = std::min(resume_bytes_ + result, length);
+    if (reached > done_bytes_) {
+        done_bytes_ = reached;
+        idle_attempts_ = 0;
+        return done_bytes_ == length ? Outcome::finished : Outcome::resubmit;
+    }
+    if (operation == Operation::read) {  // not one byte more: the file ends here
+        fail(ENODATA);
+        return Outcome::finished;
+    }
+    return retry_or_fail(EIO, true);
+}
+
+Request::Outcome Request::retry_or_fail(int error, bool pause) noexcept {
+    if (++idle_attempts_ > idle_attempt_limit) {
+        fail(error);
+        return Outcome::finished;
+    }
+    if (pause) back_off_ = std::chrono::microseconds(50 * std::min(idle_attempts_, 20));
+    return Outcome::resubmit;
+}
+
+void Request::fail(int error) noexcept {
+    job->fail_with([&] {
+        const bool syncs = operation == Operation::sync;
+        const std::string context =
+            syncs ? "fdatasync"
+                  : describe(name_of(operation), file_offset + done_bytes_, length - done_bytes_);
+        return OsError(error, context, descriptor->path());
+    });
+}
+
+// ---- queues ----
+
+RequestQueue::~RequestQueue() {
+    while (!empty()) pop_front();  // not by recursion
+}
+
+void RequestQueue::push_back(std::unique_ptr<Request> request) noexcept {
+    std::unique_ptr<Request>& end = empty() ? first_ : last_->next;
+    last_ = request.get();
+    end = std::move(request);
+}
+
+void RequestQueue::push_front(std::unique_ptr<Request> request) noexcept {
+    if (empty()) last_ = request.get();
+    request->next = std::move(first_);
+    first_ = std::move(request);
+}
+
+void RequestQueue::insert_by_due(std::unique_ptr<Request> request) noexcept {
+    std::unique_ptr<Request>* place = &first_;
+    while (*place != nullptr && (*place)->due <= request->due) place = &(*place)->next;
+    if (*place == nullptr) last_ = request.get();
+    request->next = std::move(*place);
+    *place = std::move(request);
+}
+
+std::unique_ptr<Request> RequestQueue::pop_front() noexcept {
+    std::unique_ptr<Request> request = std::move(first_);
+    first_ = std::move(request->next);
+    if (first_ == nullptr) last_ = nullptr;
+    return request;
+}
+
+}  // namespace megatron_uring

@@ -1,0 +1,100 @@
+// A request: one chunk of a job, in one slab, on its way from memory to a file or back.
+//
+// 1. Short transfers resume where they stopped (at the aligned position before it if the file is
+//    direct); EINTR and EAGAIN are retried a bounded number of times without progress. Every other
+//    errno fails the job. All of this is here, for both backends.
+// 2. A checksum of a write is that of the bytes handed to the kernel, provided that nobody changes
+//    the memory of the pieces while the job runs. Who does gets, if not the torn tensor, a block
+//    that a restore refuses.
+// 3. No byte of a block whose checksum differs from the expected one is ever scattered.
+// 4. Nothing here waits: a pause is handed to the backend, which knows what else there is to do.
+// 5. Nothing throws. What goes wrong, memory that ran out included, fails the job.
+// 6. Queues of requests need no memory, so that handing a request on cannot fail.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "job.hpp"
+#include "slab_pool.hpp"
+
+namespace megatron_uring {
+
+// The backend asks prepare() what to hand to the kernel, and tells advance() what came back, until
+// that says `finished`.
+struct Request {
+    using Clock = std::chrono::steady_clock;
+    enum class Outcome { resubmit, finished };
+    struct Step {
+        int error = 0;  // not 0: do not ask the kernel, advance(-error)
+        std::uint8_t* buffer = nullptr;
+        std::int64_t offset = 0;
+        std::int64_t length = 0;
+        Clock::duration pause{0};  // let this pass first, cancelled or not
+    };
+
+    // Write: copies the pieces into the slab and computes the checksums. Ends early if the job has
+    // been stopped.
+    void fill() noexcept;
+    // Read: verifies the blocks of the slab and scatters them.
+    void land() noexcept;
+
+    const Step& prepare() noexcept;
+    Outcome advance(std::int64_t result) noexcept;
+    int number() const noexcept { return descriptor->number(); }
+
+    std::shared_ptr<Job> job;
+    Descriptor* descriptor = nullptr;  // kept open by the job
+    Operation operation = Operation::sync;
+    Slab slab;
+    std::size_t range_number = 0;
+    std::int64_t file_offset = 0;
+    std::int64_t length = 0;
+    std::size_t first_block = 0;
+
+    Step step;                      // as prepare() left it
+    Clock::time_point due;          // of the backend: when the pause of the step is over
+    std::unique_ptr<Request> next;  // of the queue that holds the request
+
+  private:
+    std::size_t block_number(std::int64_t at) const noexcept;
+    void land_block(std::int64_t at, Clock::duration& checking);
+    void prepare_transfer(bool shorten) noexcept;
+    Outcome advance_transfer(std::int64_t result) noexcept;
+    Outcome retry_or_fail(int error, bool pause) noexcept;
+    void fail(int error) noexcept;
+
+    std::int64_t done_bytes_ = 0;
+    // Where the step in flight began: done_bytes_, aligned down if direct.
+    std::int64_t resume_bytes_ = 0;
+    std::int64_t wanted_bytes_ = 0;  // what the step in flight wanted before a fault cut it
+    bool step_direct_ = false;
+    bool step_recorded_ = false;
+    int idle_attempts_ = 0;
+    Clock::duration back_off_{0};  // before the next step
+};
+
+// First in, first out.
+class RequestQueue {
+  public:
+    RequestQueue() noexcept = default;
+    RequestQueue(const RequestQueue&) = delete;
+    RequestQueue& operator=(const RequestQueue&) = delete;
+    ~RequestQueue();
+
+    bool empty() const noexcept { return first_ == nullptr; }
+    const Request* first() const noexcept { return first_.get(); }
+    void push_back(std::unique_ptr<Request> request) noexcept;
+    void push_front(std::unique_ptr<Request> request) noexcept;
+    // Behind those that are due no later.
+    void insert_by_due(std::unique_ptr<Request> request) noexcept;
+    std::unique_ptr<Request> pop_front() noexcept;
+
+  private:
+    std::unique_ptr<Request> first_;
+    Request* last_ = nullptr;
+};
+
+}  // namespace megatron_uring
