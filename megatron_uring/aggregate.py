@@ -64,7 +64,7 @@ def _choose(aggregation: str, file_system: str) -> tuple[str, str]:
         return aggregation, "asked for"
     if file_system in _SHARED_WELL:
         return "shared", _SHARED_WELL[file_system]
-    return "rank", f"no file of {file_system} is shared unless it was measured to pay"
+    return "rank", f"auto, a file for each rank on {file_system}"
 
 
 def gather(communicator: Communicator, rows: bytes | None) -> list[bytes]:

@@ -23,6 +23,7 @@ from typing import Any
 from megatron_uring import comm, commit, providers, stage
 from megatron_uring import index as index_module
 from megatron_uring.config import Config
+from megatron_uring.errors import StateMismatchError
 from megatron_uring.index_rules import Index
 from megatron_uring.nesting import flatten, unflatten
 from megatron_uring.progress import step
@@ -106,11 +107,8 @@ def save(
     saving = Saving.begin(world, os.fspath(directory), config)
     with step(world, "collect state"):
         engine = stage.open_engine(config)
-        if isinstance(state, Mapping):
-            state = providers.provide_state(
-                state, rank=world.rank, allowed_globals=config.allowed_globals
-            )
-        provided = state.collect()
+        provider = providers.as_provider(state, world.rank, config.allowed_globals)
+        provided = provider.collect()
         tensors = stage.host_tensors(provided)
     saving.clock.lap("collect")
     placed = saving.place(provided)
@@ -140,7 +138,7 @@ def restore(
         The structure wanted: tensors and `Shard` leaves are filled in place, other leaves replaced
         by the saved objects. None: everything, in new tensors on the CPU.
     keys
-        Without `state`, only these keys (see ``providers.flatten`` for how nested keys are
+        Without `state`, only these keys (see `nesting.flatten` for how nested keys are
         written).
     config
         Default: from the ``MEGATRON_URING_*`` variables.
@@ -155,6 +153,8 @@ def restore(
     CheckpointError
         A missing key, another shape or dtype, damage; naming key, file and offset.
     """
+    if isinstance(keys, str):
+        raise StateMismatchError("restore keys", expected="a list of keys", found=repr(keys))
     directory = commit.resolve_latest(os.fspath(directory))
     index = index_module.read_index(directory)
     leaves = dict(flatten(state)) if state is not None else _empty_leaves(index, keys)
@@ -202,7 +202,7 @@ def restore_into(
         restored.read_bytes,
         restored.files,
         time.perf_counter() - began,
-        engine=f"{engine.kind} ({engine.reason})",
+        engine=engine.reason,
     )
     return restored.objects
 

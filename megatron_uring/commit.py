@@ -25,6 +25,8 @@ Guarantees
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
 import re
 import secrets
@@ -42,6 +44,7 @@ from megatron_uring.errors import (
 from megatron_uring.layout import (
     COMMON_NAME,
     INDEX_NAME,
+    METADATA_NAME,
     TRACKER_NAME,
     Trailer,
     common_name,
@@ -50,6 +53,7 @@ from megatron_uring.layout import (
     temporary_name,
 )
 
+_log = logging.getLogger(__name__)
 _VISIBLE_WITHIN_S = 15.0
 _ITERATION_DIRECTORY = re.compile(r"^iter_(\d{7,})$")
 
@@ -67,11 +71,14 @@ def prepare_directory(directory: str) -> None:
     StorageError
         If it is no directory, read-only, or not ours to write to.
     """
-    with _translated("make checkpoint directory", directory):
+    try:
         os.makedirs(directory, exist_ok=True)
         probe = os.path.join(directory, temporary_name("index", new_save_id()))
         _engine.write_file(probe, b"")
         _engine.remove(probe)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise StorageError("write to checkpoint directory", path=directory, cause=reason) from error
 
 
 def write_common(directory: str, save_id: str, data: bytes) -> int:
@@ -173,6 +180,15 @@ def replace_file(directory: str, name: str, data: bytes, save_id: str) -> None:
         _engine.sync_directory(directory)
 
 
+def megatron_backend(directory: str) -> str | None:
+    """The backend that Megatron's ``metadata.json`` names; None without one that can be read."""
+    try:
+        with open(os.path.join(directory, METADATA_NAME), encoding="utf-8") as file:
+            return str(json.load(file)["sharded_backend"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def committed_save_id(directory: str) -> str | None:
     """Save id of the committed index, from its trailer alone; None if there is none or it cannot be
     read.
@@ -225,11 +241,11 @@ def replace_common(directory: str, data: bytes, save_id: str) -> None:
 
 
 def resolve_latest(root: str) -> str:
-    """Directory of the newest committed checkpoint under a save root, or `root` itself if it is
-    one.
+    """Directory of the newest committed checkpoint under a save root, or `root` if it is one.
 
     The tracker file is believed if what it names is committed; else (empty, stale, ahead of the
-    data) the highest committed iteration counts.
+    data) the highest committed iteration counts, and a warning is logged. A damaged index counts
+    as committed: reading it says what is wrong, and nothing older is taken in its place unasked.
 
     Raises
     ------
@@ -237,19 +253,37 @@ def resolve_latest(root: str) -> str:
         If there is none.
     """
     if os.path.exists(os.path.join(root, INDEX_NAME)):
-        return root  # damaged or not: reading it says what is wrong
+        return root
     named = _tracked_iteration(root)
     candidates = sorted(_iterations(root), reverse=True)
     if named is not None:
         candidates.sort(key=lambda found: found[0] != named)
     for _, directory in candidates:
-        if committed_save_id(directory) is not None:
+        if os.path.exists(os.path.join(directory, INDEX_NAME)):
+            problem = tracker_problem(root, directory)
+            if problem is not None:
+                _log.warning("%s", problem)
             return directory
+    found = f"{len(candidates)} iter_* directories, none committed"
+    if not os.path.isdir(root):
+        found = "a file" if os.path.exists(root) else "no such directory"
     raise NotACheckpointError(
         "resolve newest checkpoint",
         path=root,
         expected=f"{INDEX_NAME} in it or in one of its iter_* directories",
-        found=f"{len(candidates)} iter_* directories, none committed",
+        found=found,
+    )
+
+
+def tracker_problem(root: str, directory: str) -> str | None:
+    """What is wrong with the tracker of `root` if it does not name `directory`; else None."""
+    named = _tracked_iteration(root)
+    taken = _ITERATION_DIRECTORY.match(os.path.basename(directory))
+    if named is None or taken is None or int(taken.group(1)) == named:
+        return None
+    return (
+        f"resolve newest checkpoint: {os.path.join(root, TRACKER_NAME)}: names iteration {named}, "
+        f"which is not committed, the newest that is: {int(taken.group(1))}"
     )
 
 

@@ -2,7 +2,9 @@
 
 Guarantees
 ----------
-- A variable that is set wins over what the program passed: the operator has the last word.
+- A variable that is set wins over what the program passed to `enable` (`from_environment`): the
+  operator has the last word. A `Config` that is made directly is taken as it is.
+- A variable of ours that nobody knows, a mistyped one, is refused.
 - A value that cannot be used is refused when the `Config` is made, naming option, value and what is
   allowed.
 """
@@ -10,8 +12,9 @@ Guarantees
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -22,6 +25,19 @@ _SWITCH_WORDS = {
     **dict.fromkeys(("1", "true", "on", "yes"), True),
     **dict.fromkeys(("0", "false", "off", "no"), False),
 }
+# Smallest and largest value that makes sense; the native engine holds to the same bounds.
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "aggregators_per_node": (1, 4096),
+    "stripe_bytes": (0, 1 << 40),
+    "slab_bytes": (MEBIBYTE, 1 << 30),
+    "slab_count": (1, 65536),
+    "queue_depth": (1, 4096),
+    "posix_threads": (1, 256),
+    "copy_threads": (1, 64),
+    "gap_bytes": (0, 1 << 40),
+    "timeout_s": (1e-3, 1e9),
+}
+_OTHER_VARIABLES = ("MEGATRON_URING", "MEGATRON_URING_NODE_OF_RANK")
 _Value = TypeVar("_Value")
 
 
@@ -82,16 +98,18 @@ class Config:
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
-            value, choices = getattr(self, option.name), option.metadata["choices"]
+            value, default = getattr(self, option.name), option.default
+            choices = option.metadata["choices"]
             if choices and value not in choices:
                 raise _refused(option.name, value, "one of " + ", ".join(choices))
-            if isinstance(option.default, int | float) and not isinstance(option.default, bool):
-                least = 0 if option.name in ("stripe_bytes", "gap_bytes") else 1e-3
-                kinds = (int, float) if isinstance(option.default, float) else (int,)
-                if isinstance(value, bool) or not isinstance(value, kinds) or not value >= least:
-                    raise _refused(option.name, value, "a positive number")
+            if isinstance(default, bool) and not isinstance(value, bool):
+                raise _refused(option.name, value, "True or False")
+            if isinstance(default, tuple) and not _is_text_sequence(value):
+                raise _refused(option.name, value, "a list of module.name")
+            if option.name in _BOUNDS:
+                _check_number(option.name, value, isinstance(default, float))
         if self.slab_bytes % MEBIBYTE:
-            raise _refused("slab_bytes", self.slab_bytes, "a multiple of 1048576")
+            raise _refused("slab_bytes", self.slab_bytes, f"a multiple of {MEBIBYTE}")
 
     @classmethod
     def from_environment(
@@ -102,11 +120,10 @@ class Config:
         """
         environment = os.environ if environment is None else environment
         known = {option.name: option for option in dataclasses.fields(cls)}
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            raise UnsupportedError(
-                "read options", expected="one of " + ", ".join(sorted(known)), found=unknown[0]
-            )
+        _refuse_unknown("read options", options, known)
+        variables = [name for name in environment if name.startswith("MEGATRON_URING")]
+        spelled = [f"MEGATRON_URING_{name.upper()}" for name in known]
+        _refuse_unknown("read variables", variables, [*spelled, *_OTHER_VARIABLES])
         for name, option in known.items():
             text = environment.get(f"MEGATRON_URING_{name.upper()}")
             if text is not None:
@@ -117,7 +134,12 @@ class Config:
 def switched_off(environment: Mapping[str, str] | None = None) -> bool:
     """Whether ``MEGATRON_URING=off`` (or 0, false, no) asks for plain Megatron."""
     environment = os.environ if environment is None else environment
-    return environment.get("MEGATRON_URING", "").strip().lower() in ("off", "0", "false", "no")
+    word = environment.get("MEGATRON_URING", "on").strip().lower()
+    if word not in _SWITCH_WORDS:
+        raise UnsupportedError(
+            "read variable MEGATRON_URING", expected="on or off", found=repr(word)
+        )
+    return not _SWITCH_WORDS[word]
 
 
 def faked_topology(environment: Mapping[str, str] | None = None) -> str:
@@ -136,11 +158,36 @@ def _parse(name: str, text: str, default: object) -> object:
         if isinstance(default, float):
             return float(text)
     except (KeyError, ValueError):
-        kind = "on or off" if isinstance(default, bool) else f"a {type(default).__name__}"
+        kind = "on or off" if isinstance(default, bool) else "a number"
         raise _refused(name, text, kind) from None
     if isinstance(default, tuple):
         return tuple(part.strip() for part in text.split(",") if part.strip())
     return text
+
+
+def _is_text_sequence(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+
+
+def _check_number(name: str, value: object, fraction: bool) -> None:
+    least, most = _BOUNDS[name]
+    kinds = (int, float) if fraction else (int,)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+        kind = "a number" if fraction else "a whole number"
+        raise _refused(name, value, f"{kind} from {least:g} to {most:g}")
+
+
+def _refuse_unknown(operation: str, given: Iterable[str], known: Iterable[str]) -> None:
+    known = list(known)
+    for name in sorted(set(given) - set(known)):
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else None
+        raise UnsupportedError(
+            operation,
+            expected="one of " + ", ".join(sorted(known)),
+            found=repr(name),
+            cause=hint,
+        )
 
 
 def _refused(name: str, value: object, allowed: str) -> UnsupportedError:

@@ -21,6 +21,8 @@ from megatron_uring.errors import CorruptionError, NotACheckpointError
 
 FORMAT_NAME = "megatron_uring"
 FORMAT_VERSION = 1
+# What metadata.json calls us
+BACKEND, BACKEND_VERSION = FORMAT_NAME, 1
 
 BLOCK_BYTES = 1 << 20
 PAGE_BYTES = 4096

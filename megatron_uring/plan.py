@@ -289,6 +289,11 @@ def _coalesce(
 
 def similar_keys(key: str, keys: Sequence[str]) -> str:
     """For messages: the keys most like `key`, and how many there are in all."""
+    if not keys:
+        return "none in the checkpoint"
+    below = [name for name in keys if name.startswith(f"{key}/")]
+    if below:
+        return f"{len(below)} keys below it: {', '.join(map(repr, below[:3]))}, ..."
     close = difflib.get_close_matches(key, keys[:_SIMILAR_AMONG], n=3, cutoff=0.7)
     near = f"; similar: {', '.join(map(repr, close))}" if close else ""
     return f"{len(keys)} others{near}"

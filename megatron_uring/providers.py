@@ -14,11 +14,11 @@ Guarantees
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import importlib
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -147,6 +147,36 @@ class CompositeProvider:
 
 # -------------------------------------------------------------------------------------------------
 # nested state dicts
+
+
+def as_provider(state: object, rank: int, allowed_globals: Sequence[str] = ()) -> StateProvider:
+    """`state` as a provider: one already, or a nested dict (`provide_state`)."""
+    if isinstance(state, Mapping):
+        return provide_state(state, rank=rank, allowed_globals=allowed_globals)
+    if callable(getattr(state, "collect", None)):
+        provider: StateProvider = state  # type: ignore[assignment]
+        return _CheckedProvider(provider)
+    raise StateMismatchError(
+        "collect state", expected="a dict, or a state provider", found=_class_name(state)
+    )
+
+
+class _CheckedProvider:
+    """A provider of the user's, whose result is what the next steps need."""
+
+    def __init__(self, provider: StateProvider) -> None:
+        self._provider = provider
+
+    def collect(self) -> Provided:
+        """What the provider gives."""
+        provided = self._provider.collect()
+        if not isinstance(provided, Provided):
+            raise StateMismatchError(
+                f"collect state from {_class_name(self._provider)}",
+                expected="Provided, as TensorProvider(...).collect() gives it",
+                found=_class_name(provided),
+            )
+        return provided
 
 
 def provide_state(
@@ -301,12 +331,12 @@ def serialize_object(key: str, value: object, allowed_globals: Sequence[str] = (
     try:
         torch.save(value, buffer)
         data = buffer.getvalue()
-        deserialize_object(key, data, allowed_globals)
+        _load_safely(data, allowed_globals)
     except CheckpointError:
         raise
     except Exception as error:
         raise StateMismatchError(
-            f"serialize object {key!r}", found=_class_name(value), cause=_reason(error)
+            f"save object {key!r}", found=_class_name(value), cause=_reason(error)
         ) from error
     return data
 
@@ -314,21 +344,30 @@ def serialize_object(key: str, value: object, allowed_globals: Sequence[str] = (
 def deserialize_object(key: str, data: bytes, allowed_globals: Sequence[str] = ()) -> object:
     """Inverse of `serialize_object`, without running any code of the checkpoint."""
     try:
-        with _safe_globals(allowed_globals):
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except UnsupportedError:
+        return _load_safely(data, allowed_globals)
+    except CheckpointError:
         raise
     except Exception as error:
-        raise StateMismatchError(
-            f"load object {key!r}",
-            cause=f"{_reason(error)}; a class that you trust can be named in allowed_globals",
-        ) from error
+        raise StateMismatchError(f"load object {key!r}", cause=_reason(error)) from error
 
 
-@contextlib.contextmanager
-def _safe_globals(names: Sequence[str]) -> Iterator[None]:
-    with torch.serialization.safe_globals([_import_global(name) for name in names]):
-        yield
+def _load_safely(data: bytes, allowed_globals: Sequence[str]) -> object:
+    named = [_import_global(name) for name in allowed_globals]
+    with torch.serialization.safe_globals([*_numpy_globals(), *named]):
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+@functools.cache
+def _numpy_globals() -> tuple[Any, ...]:
+    """What arrays and scalars of numpy are pickled with: data alone, no code of anybody's."""
+    numpy_2 = np.lib.NumpyVersion(np.__version__) >= "2.0.0"
+    core = importlib.import_module(f"numpy.{'_core' if numpy_2 else 'core'}.multiarray")
+    dtypes = [
+        kind
+        for name, kind in vars(np.dtypes).items()
+        if isinstance(kind, type) and name != "ObjectDType"
+    ]
+    return (core._reconstruct, core.scalar, np.ndarray, np.dtype, *dtypes)
 
 
 def _import_global(name: str) -> Any:
@@ -354,5 +393,7 @@ def _reason(error: Exception) -> str:
         str(error),
     )
     if refused:
-        return f"class {refused.group(1) or refused.group(2)} is not allowed"
+        name = refused.group(1) or refused.group(2)
+        cure = f"if you trust it: MEGATRON_URING_ALLOWED_GLOBALS={name}"
+        return f"class {name} is not allowed; {cure}"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -158,7 +158,9 @@ def _object_buffers(
                 f"restore object {key!r}",
                 path=directory,
                 expected="an object of that key",
-                found=plan.similar_keys(key, index.object_keys),
+                found="a tensor of that key"
+                if key in index.shards.keys
+                else plan.similar_keys(key, [*index.object_keys, *index.shards.keys]),
             )
         length = int(index.object_extents.length[row[key]])
         tensor = providers.new_tensor(DTYPE_NAMES.index("uint8"), [length])
@@ -200,7 +202,9 @@ def _check_keys(directory: str, index: Index, requests: Sequence[Request]) -> No
                 f"restore tensor {request.key!r}",
                 path=directory,
                 expected="a tensor of that key",
-                found=plan.similar_keys(request.key, index.shards.keys),
+                found="an object of that key"
+                if request.key in index.object_keys
+                else plan.similar_keys(request.key, index.shards.keys),
             )
 
 

@@ -346,9 +346,9 @@ class Saving:
             files=files,
             seconds=self.clock.seconds,
             phases_s=dict(self.clock.phases_s),
-            engine=f"{engine.kind} ({engine.reason})",
-            communicator=f"{self.world.kind} ({self.world.reason})",
-            aggregation=f"{self.groups.mode} ({self.groups.reason})",
+            engine=engine.reason,
+            communicator=self.world.reason,
+            aggregation=f"{self.groups.mode}: {self.groups.reason}",
             direct=self.direct,
         )
 

@@ -2,8 +2,9 @@
 
 Guarantees
 ----------
-- The pool of slabs is the bound on host memory: it is allocated once for each `Config` and never
-  grows; native code waits for a free slab.
+- The pool of slabs bounds what staging adds in host memory: it is allocated once for each `Config`
+  and never grows; native code waits for a free slab. Tensors on a device are copied to the host
+  whole, beside it.
 - What native threads are given (`Staged`) keeps every address alive that it contains.
 - A destination that native code cannot write to (a GPU, another dtype, a subclass) gets its values
   through a scratch tensor and ``copy_``; all others are written in place, once.
@@ -81,9 +82,9 @@ def _new_engine(config: Config) -> _engine.Engine:
 
 
 def running_engines() -> list[str]:
-    """Kind and reason of each engine of this process."""
+    """What each engine of this process says of itself: kind, and why."""
     with _engines_lock:
-        return [f"{engine.kind} ({engine.reason})" for engine in _engines.values()]
+        return [engine.reason for engine in _engines.values()]
 
 
 def close_engines() -> None:

@@ -28,7 +28,7 @@ from megatron_uring.comm import Communicator
 from megatron_uring.config import Config
 from megatron_uring.errors import CheckpointError, CorruptionError
 from megatron_uring.index_rules import Index
-from megatron_uring.layout import BLOCK_BYTES, subfile_name
+from megatron_uring.layout import BACKEND, BLOCK_BYTES, METADATA_NAME, subfile_name
 
 _WORK_BYTES = 64 * BLOCK_BYTES
 
@@ -42,6 +42,8 @@ class Findings:
     directory, save_id
     problems
         One message for each thing that is wrong; empty for a good checkpoint.
+    notes
+        What is not wrong, but worth knowing.
     tensors, shards, objects, subfiles, blocks
         How much was proved.
     bytes_read
@@ -58,6 +60,7 @@ class Findings:
     blocks: int
     bytes_read: int
     seconds: float
+    notes: tuple[str, ...] = ()
     facts: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -84,8 +87,9 @@ def verify(directory: str, world: Communicator, config: Config | None = None) ->
     began = time.perf_counter()
     config = config or Config.from_environment()
     error: CheckpointError | None = None
+    root = os.fspath(directory)
     try:
-        directory = commit.resolve_latest(os.fspath(directory))
+        directory = commit.resolve_latest(root)
         index = index_module.read_index(directory)
         engine = stage.open_engine(config)
     except CheckpointError as caught:
@@ -93,6 +97,8 @@ def verify(directory: str, world: Communicator, config: Config | None = None) ->
     world.agree("open checkpoint", error)
     problems: list[str] = []
     if world.rank == 0:
+        tracker = commit.tracker_problem(root, directory)
+        problems += [] if tracker is None else [tracker]
         problems += _check_coverage(index) + _check_common(directory, index)
     own = index.subfile_number[world.rank :: world.size].tolist()
     for number in own:
@@ -114,6 +120,7 @@ def verify(directory: str, world: Communicator, config: Config | None = None) ->
         len(index.regions.crc32c),
         total,
         time.perf_counter() - began,
+        _notes(directory, index),
         index.facts,
     )
 
@@ -137,6 +144,14 @@ def _check_common(directory: str, index: Index) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     return []
+
+
+def _notes(directory: str, index: Index) -> tuple[str, ...]:
+    """What is not wrong with the checkpoint, but will be in somebody's way."""
+    if index.common_length < 0 or commit.megatron_backend(directory) == BACKEND:
+        return ()
+    path = os.path.join(directory, METADATA_NAME)
+    return (f"{path} does not name {BACKEND}: Megatron will not load this checkpoint",)
 
 
 def _check_subfile(directory: str, index: Index, number: int) -> list[str]:

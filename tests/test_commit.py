@@ -296,7 +296,9 @@ def test_a_missing_directory_is_made_with_its_parents(tmp_path, save, posix):
 def test_a_path_that_is_a_file_is_a_storage_error(tmp_path, save):
     (tmp_path / "f").write_text("x")
     for path in (tmp_path / "f", tmp_path / "f" / "below"):
-        with pytest.raises(StorageError, match=r"make checkpoint directory.*(exists|directory)"):
+        with pytest.raises(
+            StorageError, match=r"write to checkpoint directory.*(exists|directory)"
+        ):
             save(state(1), path)
     assert (tmp_path / "f").read_text() == "x"
 
@@ -338,7 +340,7 @@ def test_a_directory_that_may_not_be_written_is_a_storage_error(old, config):
         timeout=120,
     )
     old.chmod(0o755)
-    assert "make checkpoint directory" in done.stdout, done.stderr
+    assert "write to checkpoint directory" in done.stdout, done.stderr
     assert os.strerror(errno.EACCES) in done.stdout
     assert holds(old, config) == 1
 

@@ -106,7 +106,9 @@ def test_an_unusable_variable_is_refused_naming_the_variable(name, text):
 
 
 def test_an_unknown_option_is_refused_naming_it_and_the_known_ones():
-    with pytest.raises(UnsupportedError, match=r"slab_count.*found slabcount"):
+    with pytest.raises(
+        UnsupportedError, match=r"slab_count.*found 'slabcount' .did you mean slab_count"
+    ):
         Config.from_environment({}, slabcount=1)
 
 
@@ -115,6 +117,32 @@ def test_the_main_switch_turns_off(text):
     assert switched_off({"MEGATRON_URING": text})
 
 
-@pytest.mark.parametrize("environment", [{}, {"MEGATRON_URING": "on"}, {"MEGATRON_URING": ""}])
+@pytest.mark.parametrize("environment", [{}, {"MEGATRON_URING": "on"}])
 def test_the_main_switch_stays_on(environment):
     assert not switched_off(environment)
+
+
+@pytest.mark.parametrize("text", ["of", "", "2"])
+def test_a_main_switch_that_is_neither_on_nor_off_is_refused(text):
+    with pytest.raises(UnsupportedError, match=r"MEGATRON_URING.*expected on or off"):
+        switched_off({"MEGATRON_URING": text})
+
+
+def test_a_mistyped_variable_is_refused_with_the_one_that_was_meant():
+    with pytest.raises(UnsupportedError, match="did you mean MEGATRON_URING_ENGINE"):
+        Config.from_environment({"MEGATRON_URING_ENGIN": "posix"})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"verify_first": "off"},
+        {"allowed_globals": "a.B"},
+        {"posix_threads": 10**5},
+        {"slab_count": 10**7},
+    ],
+)
+def test_a_value_of_another_kind_or_out_of_bounds_is_refused(options):
+    (name,) = options
+    with pytest.raises(UnsupportedError, match=name):
+        Config(**options)

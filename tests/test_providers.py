@@ -312,7 +312,7 @@ def test_a_custom_class_fails_at_save_naming_key_and_class():
     with pytest.raises(StateMismatchError) as caught:
         ObjectProvider({"opt/extra": Custom(3)}).collect()
     text = str(caught.value)
-    assert "'opt/extra'" in text and CUSTOM in text and "allowed_globals" in text
+    assert "'opt/extra'" in text and CUSTOM in text and "MEGATRON_URING_ALLOWED_GLOBALS" in text
 
 
 def test_allowed_globals_let_a_class_pass_in_both_directions():

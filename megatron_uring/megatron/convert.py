@@ -29,9 +29,6 @@ from megatron_uring.providers import Shard
 from megatron_uring.restoring import Request
 from megatron_uring.tables import Provided
 
-BACKEND = "megatron_uring"
-BACKEND_VERSION = 1
-
 
 class MegatronState:
     """State provider over a sharded state dict.

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_uring.config import Config
 from megatron_uring.errors import UnsupportedError
-from megatron_uring.megatron.convert import BACKEND, BACKEND_VERSION
+from megatron_uring.layout import BACKEND, BACKEND_VERSION
 
 _PACKAGE = "megatron.core.dist_checkpointing"
 _OLDEST, _FIRST_UNSUPPORTED = (0, 16), (0, 17)
@@ -145,12 +145,14 @@ def _owner(module_name: str, class_name: str | None, name: str, version: str) ->
             owner = getattr(owner, class_name)
         if callable(getattr(owner, name)):
             return owner
-    except (ImportError, AttributeError):
-        pass
+        reason = f"{path}.{name} is not callable"
+    except (ImportError, AttributeError) as error:
+        reason = str(error)
     raise UnsupportedError(
         "enable megatron_uring",
         expected=f"the patch point {path}.{name}",
         found=f"megatron-core {version} without it",
+        cause=reason,
     )
 
 

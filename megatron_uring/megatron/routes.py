@@ -30,15 +30,16 @@ from megatron_uring import checkpoint, commit, providers
 from megatron_uring import index as index_module
 from megatron_uring.errors import CheckpointError
 from megatron_uring.index_rules import without_tensors
-from megatron_uring.layout import COMMON_NAME, INDEX_NAME, METADATA_NAME
+from megatron_uring.layout import BACKEND, BACKEND_VERSION, COMMON_NAME, INDEX_NAME, METADATA_NAME
 from megatron_uring.megatron import convert
-from megatron_uring.megatron.convert import BACKEND, BACKEND_VERSION, megatron_errors
+from megatron_uring.megatron.convert import megatron_errors
 
 _log = logging.getLogger("megatron_uring")
 
 Original = Callable[..., Any]
 
-# By directory: the common state that rank 0 was given, and the save that our writer committed.
+# By directory, on rank 0: the common state that it was given, and the save that our writer
+# committed.
 _common: dict[str, bytes | CheckpointError] = {}
 _committed: dict[str, str] = {}
 _said: set[str] = set()
