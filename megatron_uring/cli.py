@@ -5,14 +5,17 @@ Guarantees
 - Exit code 0 only if what was asked for holds; 1 for a `CheckpointError`, whose message goes to
   standard error.
 - Under ``mpirun`` all ranks take part and rank 0 alone speaks.
+- Colour goes to a terminal alone, and to none of a launcher's ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json as json_module
+import os
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import click
@@ -22,14 +25,25 @@ from rich.text import Text
 
 from megatron_uring.errors import CheckpointError
 
+_HELP = {"help_option_names": ["-h", "--help"]}
+_DISTRIBUTIONS = ("megatron-uring", "megatron-core", "torch", "numpy", "h5py", "mpi4py")
+# One of these is set in each rank of mpirun (Open MPI, MPICH), srun and torchrun.
+_RANK_VARIABLES = (
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "PMIX_RANK",
+    "SLURM_PROCID",
+    "RANK",
+)
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.group(context_settings=_HELP)
 @click.version_option(package_name="megatron-uring")
 def main() -> None:
     """Checkpoints of Megatron-Core, written and read by native io_uring writers."""
 
 
-@main.command()
+@main.command(context_settings=_HELP)
 @click.argument("directory", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="print the findings as JSON")
 def verify(directory: str, as_json: bool) -> None:
@@ -40,11 +54,27 @@ def verify(directory: str, as_json: bool) -> None:
     sys.exit(_guarded(lambda: _verify(directory, as_json)))
 
 
-@main.command()
+@main.command(context_settings=_HELP)
 @click.option("--json", "as_json", is_flag=True, help="print it as JSON")
 def status(as_json: bool) -> None:
     """Say which engine and which versions would run here, and why."""
     sys.exit(_guarded(lambda: _status(as_json)))
+
+
+def open_console(*, soft_wrap: bool = False) -> Console:
+    """Standard output, coloured where it is a terminal that no launcher stands before.
+
+    ``mpirun`` gives its ranks a terminal of its own, whatever its output goes to.
+    """
+    if any(name in os.environ for name in _RANK_VARIABLES):
+        return Console(
+            highlight=False,
+            emoji=False,
+            soft_wrap=soft_wrap,
+            no_color=True,
+            force_terminal=False,
+        )
+    return Console(highlight=False, emoji=False, soft_wrap=soft_wrap)
 
 
 def _verify(directory: str, as_json: bool) -> int:
@@ -71,12 +101,14 @@ def _verify(directory: str, as_json: bool) -> int:
 
 
 def _print_findings(findings: Any, ranks: int) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = open_console(soft_wrap=True)
     for problem in findings.problems:
         console.print(Text.assemble(("bad", "red"), "  ", problem))
+    for note in findings.notes:
+        console.print(Text.assemble(("note", "yellow"), "  ", note))
     gigabytes, seconds = findings.bytes_read / 1e9, findings.seconds
     console.print(
-        f"read {gigabytes:.3f} GB in {findings.blocks} blocks of {findings.subfiles} subfile(s) "
+        f"read {gigabytes:.3f} GB of {findings.blocks} blocks in {findings.subfiles} subfile(s) "
         f"with {ranks} rank(s) in {seconds:.2f} s; {findings.tensors} tensors in "
         f"{findings.shards} shards, {findings.objects} objects"
     )
@@ -91,7 +123,7 @@ def _status(as_json: bool) -> int:
     from megatron_uring.config import Config
 
     stage.open_engine(Config.from_environment(slab_count=1))
-    found = megatron_uring.status()
+    found = {**megatron_uring.status(), "versions": _versions()}
     if as_json:
         click.echo(json_module.dumps(found, indent=1, default=str))
         return 0
@@ -99,8 +131,19 @@ def _status(as_json: bool) -> int:
     table.add_row("engine", ", ".join(found["engines"]))
     for name, version in found["versions"].items():
         table.add_row(name, version)
-    Console().print(table)
+    open_console().print(table)
     return 0
+
+
+def _versions() -> dict[str, str]:
+    """What is installed, imported or not."""
+    found = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
 
 def _guarded(command: Callable[[], int]) -> int:

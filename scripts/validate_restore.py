@@ -10,7 +10,7 @@ Guarantees
 
 import sys
 
-from megatron_uring.cli import main
+from megatron_uring.cli import verify
 
 if __name__ == "__main__":
-    main(["verify", *sys.argv[1:]], prog_name="validate_restore.py")
+    verify(sys.argv[1:], prog_name="validate_restore.py")

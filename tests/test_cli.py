@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 import megatron_uring
+from megatron_uring import cli
 from megatron_uring.cli import main
 
 
@@ -42,6 +44,7 @@ def test_verify_of_a_good_checkpoint_exits_with_0_and_says_so(checkpoint):
     done = run("verify", checkpoint)
     assert done.exit_code == 0, done.output
     assert "good" in done.stdout and "1 tensors in 1 shards, 1 objects" in done.stdout
+    assert " blocks in 1 subfile(s) " in done.stdout
     assert done.stderr == ""
 
 
@@ -79,9 +82,39 @@ def test_status_names_engine_and_versions():
     done = run("status", "--json")
     found = json.loads(done.stdout)
     assert done.exit_code == 0
-    assert any(text.startswith("posix (") for text in found["engines"])
-    assert found["versions"]["megatron_uring"] == megatron_uring.__version__
-    assert "posix" in run("status").stdout
+    assert any(text.startswith("posix: ") for text in found["engines"])
+    assert found["versions"]["megatron-uring"] == megatron_uring.__version__
+    assert "posix: " in run("status").stdout
+
+
+def test_status_names_the_versions_of_what_is_not_imported_or_not_installed(monkeypatch):
+    def version(name):
+        if name == "megatron-core":
+            raise metadata.PackageNotFoundError(name)
+        return f"{name} 1.2.3"
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = json.loads(run("status", "--json").stdout)["versions"]
+    assert found.pop("megatron-core") == "not installed"
+    assert found == {
+        name: f"{name} 1.2.3" for name in ("megatron-uring", "torch", "numpy", "h5py", "mpi4py")
+    }
+
+
+@pytest.mark.parametrize("name", [None, "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"])
+def test_a_rank_of_a_launcher_prints_no_colour_even_to_a_terminal(monkeypatch, name):
+    for variable in cli._RANK_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    for variable in ("NO_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    if name is not None:
+        monkeypatch.setenv(name, "0")
+    console = cli.open_console()
+    with console.capture() as capture:
+        console.print("good", style="green")
+    assert ("\x1b[" in capture.get()) is (name is None)
 
 
 def test_help_lists_the_commands_and_a_missing_argument_is_a_usage_error():

@@ -28,6 +28,15 @@ from megatron_uring.config import Config
 from megatron_uring.providers import Shard
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+# of the printed table, which fits 80 columns
+_HEADINGS = {
+    "median_s": "median",
+    "fastest_s": "min",
+    "slowest_s": "max",
+    "gb_per_s": "GB/s",
+    "process_cpu_s_per_gb": "CPU",
+    "machine_cpu_s_per_gb": "machine",
+}
 
 
 @dataclass(frozen=True)
@@ -178,8 +187,8 @@ def main(arguments: list[str] | None = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    @click.command()
-    @click.option("--directory", default=".", help="file system to measure")
+    @click.command(context_settings={"help_option_names": ["-h", "--help"]})
+    @click.option("--directory", default=".", show_default=True, help="file system to measure")
     @click.option("--gigabytes-per-rank", default=2.0, show_default=True)
     @click.option("--trials", default=5, show_default=True)
     @click.option("--tensor-mebibytes", default=64, show_default=True)
@@ -202,14 +211,12 @@ def main(arguments: list[str] | None = None) -> None:
         if json_path:
             with open(json_path, "w", encoding="utf-8") as file:
                 json.dump(found, file, indent=1)
-        columns = ["median_s", "fastest_s", "slowest_s", "gb_per_s"]
-        columns += ["process_cpu_s_per_gb", "machine_cpu_s_per_gb"]
-        table = Table(
-            "durable save", *columns, title=f"{found['total_gb']:.2f} GB, {trials} trials"
-        )
+        title = f"{found['total_gb']:.2f} GB, {trials} trials; CPU seconds for each GB"
+        table = Table("durable save", *_HEADINGS.values(), title=title)
         for name, row in found["table"].items():  # type: ignore[attr-defined]
-            table.add_row(name, *(f"{row[column]:.3f}" for column in columns))
-        Console(width=140).print(table)
+            table.add_row(name, *(f"{row[column]:.3f}" for column in _HEADINGS))
+        # mpirun gives its ranks a terminal, whatever its output goes to: no colour ever
+        Console(no_color=True, force_terminal=False).print(table)
 
     command(arguments)
 

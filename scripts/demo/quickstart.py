@@ -5,11 +5,14 @@ Guarantees:
 - Every run is a real ``mpirun``; what is compared was computed by the runs from their own memory.
 - It fails, with a message, if a digest, a loss or the validator disagrees, if a run hangs, or if
   the engine that ran is not the one that was asked for.
-- It writes below its work folder alone, which it makes anew.
+- It writes below its work folder alone, which it empties first; a folder that is neither empty nor
+  its own (`MARKER`) is refused.
+- However it ends, Ctrl-C and SIGTERM included, it leaves no launcher and no rank behind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -24,16 +27,22 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 HERE = Path(__file__).resolve().parent
+# Lies in every work folder: what holds it is ours to empty.
+MARKER = ".megatron_uring_quickstart"
 RANKS = 4
 RUN_TIMEOUT_S = 240
+GRACE_S = 5
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVED_ITERATION = 20
 KILLED_ITERATION = 25
+SHOWN_OF_KILLED = ("iteration", "saved", "digest", "held-out", "killing")
 # Another tensor-parallel size sums in another order; in bf16 the held-out loss moves by about 1e-3.
 LOSS_TOLERANCE = 5e-3
 
-console = Console(highlight=False, width=110)
+console = Console(highlight=False, emoji=False)
 
 
 class FailedError(Exception):
@@ -53,26 +62,108 @@ def run(name: str, command: list[str], *, killed: bool = False) -> str:
         Whether the run is one that kills itself; any other end is a failure then.
     """
     console.print(f"\n[bold]{name}[/bold]")
+    console.print(f"  starting {RANKS} ranks (imports take a while)")
     launch = ["mpirun", "-n", str(RANKS), "--oversubscribe", "--bind-to", "none", *command]
     began = time.perf_counter()
     process = subprocess.Popen(
         launch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
-    signal.signal(signal.SIGALRM, lambda *_: os.killpg(process.pid, signal.SIGKILL))
-    signal.alarm(RUN_TIMEOUT_S)
     lines = []
     assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line)
-        if not killed or line.startswith(("iteration", "saved", "digest", "held-out", "killing")):
-            console.print("  " + line.rstrip(), markup=False)
-    code = process.wait()
-    signal.alarm(0)
+    try:
+        signal.alarm(RUN_TIMEOUT_S)
+        for line in process.stdout:
+            lines.append(line)
+            if not killed or line.startswith(SHOWN_OF_KILLED):
+                pass_through("  " + line.rstrip())
+        code = process.wait()
+    except TimeoutError as error:
+        pass_through("".join(lines[-40:]))
+        raise FailedError(f"{name}: no end after {RUN_TIMEOUT_S} s") from error
+    finally:
+        stop(process)
     if (code == 0) == killed:
-        console.print("".join(lines[-40:]), markup=False)
+        pass_through("".join(lines[-40:]))
         raise FailedError(f"{name}: exit code {code}")
     console.print(f"  ({time.perf_counter() - began:.1f} s)")
     return "".join(lines)
+
+
+def pass_through(text: str) -> None:
+    """Print text as it is: no markup, and it is the terminal that breaks long lines."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """End what is left of a run: SIGTERM, and after `GRACE_S` seconds SIGKILL.
+
+    The launcher leads a session, in which each rank has a process group of its own.
+    """
+    signal.alarm(0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for left in session_members(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(left, number)
+            deadline = time.monotonic() + GRACE_S
+            while session_members(process.pid) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
+
+
+def session_members(session: int) -> list[int]:
+    """Processes of a session that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, leader = path.read_text().rpartition(")")[2].split()[:4]
+            if int(leader) == session and state not in ("Z", "X"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def install_signal_handlers() -> None:
+    """Make SIGTERM, SIGHUP and the alarm exceptions, as Ctrl-C is one: `stop` runs for each."""
+
+    def leave(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    def give_up(_number: int, _frame: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGHUP, leave)
+    signal.signal(signal.SIGALRM, give_up)
+
+
+def prepare_work_folder(work: Path) -> None:
+    """Make the folder, or empty it if an earlier quickstart made it.
+
+    Raises
+    ------
+    FailedError
+        If it is a file, or holds anything but was not made by a quickstart.
+    """
+    if work.exists() and not work.is_dir():
+        raise FailedError(f"{work} is not a folder")
+    work.mkdir(parents=True, exist_ok=True)
+    marker = work / MARKER
+    if not marker.exists() and any(work.iterdir()):
+        raise FailedError(
+            f"{work} is not empty and was not made by a quickstart (no {MARKER} in it): "
+            "name another folder with --work, or empty it yourself"
+        )
+    marker.touch()
+    for entry in work.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry != marker:
+            entry.unlink()
 
 
 def train(name: str, work: Path, *options: str, killed: bool = False) -> dict[str, Any]:
@@ -86,8 +177,7 @@ def train(name: str, work: Path, *options: str, killed: bool = False) -> dict[st
 
 def main_job(work: Path) -> None:
     """Train, save twice, kill, restore at three layouts, validate, report."""
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    prepare_work_folder(work)
     root = str(work / "checkpoints")
     iterations = ["--train-iters", "30", "--save-interval", "10"]
     first = train(
@@ -172,11 +262,30 @@ def held_out(facts: dict[str, Any], when: str) -> float:
 
 
 def report(first: dict[str, Any], restored: dict[int, dict[str, Any]]) -> None:
-    """Print the tables."""
+    """Print the tables, which fit 80 columns."""
+    console.print()
+    console.print(saves_table(first))
+    console.print(
+        "blocking: megatron_uring.save until all is durable. whole call: that, and what Megatron "
+        "does before it (building the state dict, its validation). The first save also sets up "
+        "communicator, engine and slabs.",
+        markup=False,
+    )
+    console.print()
+    console.print(restores_table(first, restored))
     last = first["status"]["last_save"]
+    repeated = KILLED_ITERATION - 1 - SAVED_ITERATION
+    for name in ("engine", "communicator", "aggregation"):
+        pass_through(f"{name:>13}  {last[name]}")
+    pass_through(f"{'losses':>13}  {repeated} iterations after the restore repeat the killed run's")
+    console.print("[bold green]all good[/bold green]")
+
+
+def saves_table(first: dict[str, Any]) -> Table:
+    """Sizes and times of the saves."""
     table = Table(title="saves", title_justify="left")
     for column in ("iteration", "state", "on disk", "files", "blocking", "GB/s", "whole call"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for entry in first["saves"]:
         ours = entry["save_seconds"]
         table.add_row(
@@ -188,19 +297,16 @@ def report(first: dict[str, Any], restored: dict[int, dict[str, Any]]) -> None:
             f"{entry['state_bytes'] / 1e9 / ours:.2f}",
             f"{entry['seconds']:.3f} s",
         )
-    console.print()
-    console.print(table)
-    console.print(
-        "blocking: megatron_uring.save until all is durable. whole call: that, and what Megatron "
-        "does before it\n(building the state dict, its validation). The first save also sets up "
-        "communicator, engine and slabs.",
-        markup=False,
-    )
-    table = Table(title="restores of iteration 20", title_justify="left")
-    for column in ("layout", "whole load", "weights, optimizer state", "held-out loss"):
-        table.add_column(column, justify="right")
+    return table
+
+
+def restores_table(first: dict[str, Any], restored: dict[int, dict[str, Any]]) -> Table:
+    """Layouts of the restores beside the state that was saved; fails if a held-out loss is off."""
+    table = Table(title=f"restores of iteration {SAVED_ITERATION}", title_justify="left")
+    for column in ("layout", "whole load", "weights, optimizer", "held-out loss"):
+        table.add_column(column, justify="right", no_wrap=True)
     reference = held_out(first, "save")
-    table.add_row("TP 2 x DP 2, in memory when saved", "", "", f"{reference:.6f}")
+    table.add_row("TP 2 x DP 2, as saved", "", "", f"{reference:.6f}")
     for size, facts in sorted(restored.items()):
         loss = held_out(facts, "load")
         if not math.isclose(loss, reference, rel_tol=LOSS_TOLERANCE):
@@ -211,25 +317,27 @@ def report(first: dict[str, Any], restored: dict[int, dict[str, Any]]) -> None:
             "same bits",
             f"{loss:.6f}",
         )
-    console.print(table)
-    repeated = KILLED_ITERATION - 1 - SAVED_ITERATION
-    for name in ("engine", "communicator", "aggregation"):
-        console.print(f"{name:>13}  {last[name]}", markup=False)
-    console.print(
-        f"{'losses':>13}  {repeated} iterations after the restore repeat the killed run's"
-    )
-    console.print("[bold green]all good[/bold green]")
+    return table
 
 
-@click.command()
-@click.option("--work", default=".quickstart", show_default=True, help="folder, made anew")
-def main(work: str) -> None:
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path),
+    default=HERE.parents[1] / ".quickstart",
+    show_default=".quickstart in the checkout",
+    help="Folder for all files, relative to the current one. Made, or emptied if a quickstart "
+    "made it; any other folder that is not empty is refused.",
+)
+def main(work: Path) -> None:
     """Train, save, kill, restore and validate a small GPT."""
+    install_signal_handlers()
     began = time.perf_counter()
     try:
-        main_job(Path(work).resolve())
+        main_job(work.resolve())
     except FailedError as error:
-        console.print(f"[bold red]quickstart failed[/bold red]: {error}")
+        failed = Text.assemble(("quickstart failed", "bold red"), f": {error}")
+        console.print(failed, soft_wrap=True)
         sys.exit(1)
     console.print(f"({time.perf_counter() - began:.0f} s)")
 
