@@ -26,7 +26,7 @@ from megatron_uring.config import Config
 from megatron_uring.errors import StateMismatchError
 from megatron_uring.index_rules import Index
 from megatron_uring.nesting import flatten, unflatten
-from megatron_uring.progress import step
+from megatron_uring.progress import step, together
 from megatron_uring.restoring import Request, restore_requests
 from megatron_uring.saving import Saving
 
@@ -104,18 +104,19 @@ def save(
     """
     config = config or Config.from_environment()
     world = communicator or comm.current(config.timeout_s, config.communicator)
-    saving = Saving.begin(world, os.fspath(directory), config)
-    with step(world, "collect state"):
-        engine = stage.open_engine(config)
-        provider = providers.as_provider(state, world.rank, config.allowed_globals)
-        provided = provider.collect()
-        tensors = stage.host_tensors(provided)
-    saving.clock.lap("collect")
-    placed = saving.place(provided)
-    with saving.subfile(engine, placed) as file:
-        saving.write(engine, file, placed, provided, tensors)
-        contents = saving.finish_subfile(engine, file, placed)
-    saving.commit(placed, contents, common)
+    with together(world):
+        saving = Saving.begin(world, os.fspath(directory), config)
+        with step(world, "collect state"):
+            engine = stage.open_engine(config)
+            provider = providers.as_provider(state, world.rank, config.allowed_globals)
+            provided = provider.collect()
+            tensors = stage.host_tensors(provided)
+        saving.clock.lap("collect")
+        placed = saving.place(provided)
+        with saving.subfile(engine, placed) as file:
+            saving.write(engine, file, placed, provided, tensors)
+            contents = saving.finish_subfile(engine, file, placed)
+        saving.commit(placed, contents, common)
     _last["save"] = report = saving.report(Report, engine)
     return report
 

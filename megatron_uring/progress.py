@@ -18,11 +18,27 @@ from collections.abc import Callable, Iterator
 
 from megatron_uring import _engine
 from megatron_uring.comm import Communicator
-from megatron_uring.errors import StorageError, as_checkpoint_error
+from megatron_uring.errors import CheckpointError, StorageError, as_checkpoint_error
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
 _leaked: list[tuple[_engine.Job, object]] = []
+
+
+@contextlib.contextmanager
+def together(world: Communicator) -> Iterator[None]:
+    """Steps and collectives that all ranks go through to the end, or leave by a shared error.
+
+    A rank that leaves in another way (an interrupt, an error between two steps) breaks the
+    communicator: what the others still send must not be taken for the answer to a later call.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise  # reduced by a step, so raised on all ranks, or the communicator's own
+    except BaseException as error:
+        world.abandon(error)
+        raise
 
 
 @contextlib.contextmanager

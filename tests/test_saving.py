@@ -74,6 +74,20 @@ if rank == 0:
 refused("Input/output error", "shared", state(2))
 _engine.clear_faults()
 save("new", state(5))
+
+class Interrupted:
+    def collect(self):
+        if rank == 1:
+            raise KeyboardInterrupt
+        return ObjectProvider({}).collect()
+
+world.timeout_s = 3.0
+try:
+    refused("no sign of rank 1", "new", Interrupted())
+except KeyboardInterrupt:
+    assert rank == 1
+why = "interrupted by KeyboardInterrupt" if rank == 1 else "no sign of rank 1"
+refused(why, "new", state(6))
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
 print("rank", rank, "is through", flush=True)

@@ -177,6 +177,16 @@ class Communicator(ABC):
     def close(self, abort: bool = False) -> None:
         """Give up the communicator; with `abort` nothing is sent and nobody is waited for."""
 
+    def abandon(self, error: BaseException) -> None:
+        """Break this family because `error` left a collective, or a step, on this rank alone.
+
+        Not collective. The other ranks find this one missing; here nothing that they still send
+        can be taken for the answer to a later call.
+        """
+        if self.size > 1 and self._family.poisoned is None:
+            reason = f"interrupted by {type(error).__name__}"
+            self._poison(CommunicationError(reason))
+
     @abstractmethod
     def _exchange(self, step: str, arrival: bytes) -> dict[str, Any]:
         """Bring `arrival` to rank 0 and return the verdict that it made of all arrivals."""
