@@ -3,14 +3,16 @@
 Protocol
 --------
 1. A save has an id, 16 random hexadecimal digits; every file that it makes carries the id in its
-   name, so that nothing of an older checkpoint in the same directory is touched.
+   name, so that nothing of an older checkpoint in the same directory is touched. What earlier
+   saves left uncommitted is deleted.
 2. Each subfile is written whole and ends with its own rows of the index; then every process that
    wrote syncs its own descriptor. A failed sync is never retried: the save fails and its subfiles
    are discarded.
 3. All ranks have reported success before step 4, and rank 0 sees every subfile at full length.
 4. Rank 0 writes the common state under the save id and syncs it, syncs the directory and its
    parent, writes the index under a temporary name and syncs it.
-5. **rename to index.h5: the commit point.** The directory is synced.
+5. If another save has been committed here since 1, this one gives way. **rename to index.h5: the
+   commit point.** The directory is synced.
 6. `metadata.json` and `common.pt` are replaced, each written beside, synced, renamed.
 7. Files of our own with another save id are deleted.
 
@@ -94,7 +96,9 @@ def read_common(directory: str, save_id: str, length: int, crc32c: int) -> bytes
     path = os.path.join(directory, common_name(save_id))
     try:
         with _translated("read common state", path):
-            data = _engine.read_file(path)
+            size = os.stat(path).st_size
+            # a size that is wrong is not read: it may be anything
+            data = _engine.read_file(path) if size == length else b""
     except StorageError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise CorruptionError(
@@ -107,7 +111,7 @@ def read_common(directory: str, save_id: str, length: int, crc32c: int) -> bytes
             "read common state",
             path=path,
             expected=f"{length} bytes with crc32c {crc32c:#010x}",
-            found=f"{len(data)} bytes with {found:#010x}",
+            found=f"{size} bytes" + (f" with {found:#010x}" if size == length else ""),
         )
     return data
 
@@ -146,8 +150,14 @@ def _size_of(path: str) -> int | None:
         return None
 
 
-def publish(directory: str, save_id: str, sealed_index: bytes) -> None:
+def publish(directory: str, save_id: str, sealed_index: bytes, *, replaces: str | None) -> None:
     """Steps 4 and 5: make the names durable, write the index beside, rename it.
+
+    Parameters
+    ----------
+    replaces
+        Save id that was committed here when this save began. If it is another one now, some other
+        run has committed meanwhile, and this one gives way.
 
     Raises
     ------
@@ -155,17 +165,58 @@ def publish(directory: str, save_id: str, sealed_index: bytes) -> None:
         If a step failed. Files of this save are removed then, unless the rename may have happened.
     """
     temporary = os.path.join(directory, temporary_name("index", save_id))
+    renaming = False
     try:
         with _translated("commit index", directory):
             _engine.sync_directory(directory)
             _engine.sync_directory(os.path.dirname(os.path.realpath(directory)))
             _engine.write_file(temporary, sealed_index)
+            _require_unchanged(directory, replaces)
+            renaming = True
             _engine.rename(temporary, os.path.join(directory, INDEX_NAME))
             _engine.sync_directory(directory)
     except CheckpointError:
-        if committed_save_id(directory) != save_id:
+        if not renaming or _surely_not_renamed(directory, temporary):
             discard(directory, save_id)
         raise
+
+
+def _require_unchanged(directory: str, replaces: str | None) -> None:
+    found = committed_save_id(directory)
+    if found != replaces:
+        raise StorageError(
+            "commit index",
+            path=directory,
+            expected=f"save {replaces or 'none'} committed, as when this save began",
+            found=f"save {found or 'none'}",
+            cause="another run saves into the same directory",
+        )
+
+
+def _surely_not_renamed(directory: str, temporary: str) -> bool:
+    """Whether the temporary index is still there under its own name: then nothing was committed."""
+    try:
+        os.stat(temporary)
+    except OSError:
+        return False
+    return True
+
+
+def sweep_debris(directory: str) -> None:
+    """Before a save: delete what failed saves left, whose space it may need.
+
+    Nothing is deleted where the index is there but cannot be read.
+    """
+    committed = committed_save_id(directory)
+    if committed is None:
+        try:
+            os.stat(os.path.join(directory, INDEX_NAME))
+            return
+        except FileNotFoundError:
+            pass  # nothing is committed here: all is debris
+        except OSError:
+            return
+    sweep(directory, committed or "")
 
 
 def replace_file(directory: str, name: str, data: bytes, save_id: str) -> None:

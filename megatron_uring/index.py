@@ -13,6 +13,7 @@ Guarantees
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any, BinaryIO
 
@@ -43,10 +44,19 @@ def sealed(index: Index) -> bytes:
     return image + seal(image, index.save_id)
 
 
+_image_numbers = itertools.count()
+
+
+def _image_name() -> str:
+    """A name that no other image of this process has: HDF5 takes equal names for one file."""
+    return f"index-{os.getpid()}-{next(_image_numbers)}.h5"
+
+
 def encode(index: Index) -> bytes:
     """The index as an HDF5 image, without its trailer."""
     # The core driver keeps the image in memory; a file of this name is never made.
-    with h5py.File("index.h5", "w", driver="core", backing_store=False, libver="v110") as file:
+    name = _image_name()
+    with h5py.File(name, "w", driver="core", backing_store=False, libver="v110") as file:
         file.attrs.update(
             format=FORMAT_NAME,
             version=FORMAT_VERSION,
@@ -144,7 +154,8 @@ def decode(image: bytes, path: object) -> Index:
         access.set_fapl_core(backing_store=False)
         access.set_file_image(image)
         # "no locking" where HDF5 knows it: an image has no file to lock
-        with h5py.File(h5py.h5f.open(b"index.h5", h5py.h5f.ACC_RDONLY, fapl=access)) as file:
+        name = _image_name().encode()
+        with h5py.File(h5py.h5f.open(name, h5py.h5f.ACC_RDONLY, fapl=access)) as file:
             return _decode_file(file, path)
     except (OSError, KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
         raise CorruptionError(
@@ -255,6 +266,7 @@ def read_index(directory: str) -> Index:
     """
     path = os.path.join(directory, INDEX_NAME)
     try:
+        _check_size(path)
         data = _engine.read_file(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotACheckpointError(
@@ -273,6 +285,22 @@ def read_index(directory: str) -> Index:
             "read index", path=path, expected=f"save id {trailer.save_id}", found=index.save_id
         )
     return index
+
+
+def _check_size(path: str) -> None:
+    """Refuse a file whose length is not what its trailer says, before that length is allocated."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        position = size - Trailer.SIZE_BYTES
+        file.seek(max(position, 0))
+        trailer = Trailer.unpack(file.read(Trailer.SIZE_BYTES), path, position)
+    if trailer.image_offset != 0 or trailer.image_length != position:
+        raise CorruptionError(
+            "read index",
+            path=path,
+            expected=f"{trailer.image_offset + trailer.image_length + Trailer.SIZE_BYTES} bytes",
+            found=f"{size} bytes",
+        )
 
 
 def read_footer(file: BinaryIO, path: str, length: int) -> Index:

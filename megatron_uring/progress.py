@@ -22,7 +22,7 @@ from megatron_uring.errors import CheckpointError, StorageError, as_checkpoint_e
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
-_leaked: list[tuple[_engine.Job, object]] = []
+_held: dict[object, object] = {}
 
 
 @contextlib.contextmanager
@@ -52,19 +52,21 @@ def step(world: Communicator, name: str) -> Iterator[None]:
     world.agree(name, error)
 
 
-def wait_for_job(
-    job: _engine.Job,
+def run_job(
+    start: Callable[[], _engine.Job],
     operation: str,
     path: object,
     timeout_s: float,
     *,
     alive: object = None,
     report: Callable[[int], None] | None = None,
-) -> None:
-    """Wait until `job` is done.
+) -> _engine.Job:
+    """Start a job and wait until it is done.
 
     Parameters
     ----------
+    start
+        Gives the job.
     operation, path
         What and where, for the message.
     timeout_s
@@ -79,12 +81,23 @@ def wait_for_job(
     StorageError
         With errno's text if the job failed, or if it made no progress for `timeout_s`.
     """
+    # Kept from before the start: an interrupt at any point finds the memory held.
+    ticket = object()
+    _held[ticket] = alive
+    job = None
     try:
+        job = start()
         _poll(job, operation, path, timeout_s, report)
     except OSError as error:
+        if job is None:
+            del _held[ticket]
         raise as_checkpoint_error(error, operation, path) from error
     finally:
-        _abandon(job, alive)
+        if job is not None:
+            _end(job)
+            if job.done():
+                del _held[ticket]
+    return job
 
 
 def _poll(
@@ -111,12 +124,10 @@ def _poll(
             report(done)
 
 
-def _abandon(job: _engine.Job, alive: object) -> None:
+def _end(job: _engine.Job) -> None:
     if job.done():
         return
     job.cancel()
     deadline = time.monotonic() + _GRACE_S
     while not job.done() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    if not job.done():
-        _leaked.append((job, alive))

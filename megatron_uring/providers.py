@@ -14,22 +14,19 @@ Guarantees
 
 from __future__ import annotations
 
-import functools
-import importlib
-import io
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from megatron_uring.columns import Int64Array, byte_strides
-from megatron_uring.errors import CheckpointError, StateMismatchError, UnsupportedError
+from megatron_uring.errors import StateMismatchError, UnsupportedError
 from megatron_uring.layout import DTYPE_NAMES, MAXIMUM_DIMENSIONS
 from megatron_uring.nesting import flatten
+from megatron_uring.objects import class_name, serialize_object
 from megatron_uring.tables import Provided, ShardTable
 
 _DTYPE_CODE = {
@@ -116,6 +113,16 @@ class ObjectProvider:
         )
 
 
+class _ReplicaProvider:
+    """Objects that rank 0 writes; their names are compared with what it has."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._keys = tuple(keys)
+
+    def collect(self) -> Provided:
+        return replace(TensorProvider(()).collect(), replicas=self._keys)
+
+
 class CompositeProvider:
     """Several providers as one."""
 
@@ -142,6 +149,7 @@ class CompositeProvider:
             ),
             tuple(key for part in parts for key in part.object_keys),
             tuple(data for part in parts for data in part.objects),
+            tuple(key for part in parts for key in part.replicas),
         )
 
 
@@ -157,7 +165,7 @@ def as_provider(state: object, rank: int, allowed_globals: Sequence[str] = ()) -
         provider: StateProvider = state  # type: ignore[assignment]
         return _CheckedProvider(provider)
     raise StateMismatchError(
-        "collect state", expected="a dict, or a state provider", found=_class_name(state)
+        "collect state", expected="a dict, or a state provider", found=class_name(state)
     )
 
 
@@ -172,9 +180,9 @@ class _CheckedProvider:
         provided = self._provider.collect()
         if not isinstance(provided, Provided):
             raise StateMismatchError(
-                f"collect state from {_class_name(self._provider)}",
+                f"collect state from {class_name(self._provider)}",
                 expected="Provided, as TensorProvider(...).collect() gives it",
-                found=_class_name(provided),
+                found=class_name(provided),
             )
         return provided
 
@@ -195,8 +203,10 @@ def provide_state(
         elif isinstance(leaf, torch.Tensor):
             shape = tuple(leaf.shape)
             shards.append((key, Shard(leaf, shape, (0,) * len(shape), owner=rank == 0)))
-        elif rank == 0:
+        else:
             objects[key] = leaf
+    if rank != 0:
+        return CompositeProvider([TensorProvider(shards), _ReplicaProvider(objects)])
     return CompositeProvider(
         [TensorProvider(shards), ObjectProvider(objects, allowed_globals=allowed_globals)]
     )
@@ -266,13 +276,26 @@ def plain_tensor(key: str, tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor).dequantize is not torch.Tensor.dequantize:
         tensor = tensor.dequantize()
     tensor = tensor.detach()
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+    if not has_memory(tensor):
         raise UnsupportedError(
             f"save tensor {key!r}",
             expected="a dense tensor with data",
             found=f"{tensor.layout} on {tensor.device}",
         )
     return tensor.resolve_conj().resolve_neg()
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie at ``data_ptr()``.
+
+    Not so for sparse, meta and nested tensors, and for subclasses that wrap others (DTensor).
+    """
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        return False
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:  # what FakeTensor and its like answer
+        return False
 
 
 def dtype_code(key: str, tensor: torch.Tensor) -> int:
@@ -313,87 +336,3 @@ def _number_keys(keys: Iterable[str]) -> tuple[tuple[str, ...], npt.NDArray[np.i
     position: dict[str, int] = {}
     numbers = [position.setdefault(key, len(position)) for key in keys]
     return tuple(position), np.array(numbers, np.int32)
-
-
-# -------------------------------------------------------------------------------------------------
-# objects
-
-
-def serialize_object(key: str, value: object, allowed_globals: Sequence[str] = ()) -> bytes:
-    """`value` as bytes, proved to load again.
-
-    Raises
-    ------
-    StateMismatchError
-        Naming key and class, if it cannot be pickled or not be loaded with ``weights_only=True``.
-    """
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        data = buffer.getvalue()
-        _load_safely(data, allowed_globals)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise StateMismatchError(
-            f"save object {key!r}", found=_class_name(value), cause=_reason(error)
-        ) from error
-    return data
-
-
-def deserialize_object(key: str, data: bytes, allowed_globals: Sequence[str] = ()) -> object:
-    """Inverse of `serialize_object`, without running any code of the checkpoint."""
-    try:
-        return _load_safely(data, allowed_globals)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise StateMismatchError(f"load object {key!r}", cause=_reason(error)) from error
-
-
-def _load_safely(data: bytes, allowed_globals: Sequence[str]) -> object:
-    named = [_import_global(name) for name in allowed_globals]
-    with torch.serialization.safe_globals([*_numpy_globals(), *named]):
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-@functools.cache
-def _numpy_globals() -> tuple[Any, ...]:
-    """What arrays and scalars of numpy are pickled with: data alone, no code of anybody's."""
-    numpy_2 = np.lib.NumpyVersion(np.__version__) >= "2.0.0"
-    core = importlib.import_module(f"numpy.{'_core' if numpy_2 else 'core'}.multiarray")
-    dtypes = [
-        kind
-        for name, kind in vars(np.dtypes).items()
-        if isinstance(kind, type) and name != "ObjectDType"
-    ]
-    return (core._reconstruct, core.scalar, np.ndarray, np.dtype, *dtypes)
-
-
-def _import_global(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UnsupportedError(
-            "read option allowed_globals", expected="module.name", found=repr(name), cause=error
-        ) from error
-
-
-def _class_name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _reason(error: Exception) -> str:
-    """The class that torch refused, if that is what happened; else the first line of the
-    message.
-    """
-    refused = re.search(
-        r"GLOBAL (\S+) was not an allowed global|allowlisted via .*but got <class '([^']+)'>",
-        str(error),
-    )
-    if refused:
-        name = refused.group(1) or refused.group(2)
-        cure = f"if you trust it: MEGATRON_URING_ALLOWED_GLOBALS={name}"
-        return f"class {name} is not allowed; {cure}"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -20,7 +20,7 @@ from megatron_uring import _engine
 from megatron_uring.columns import Int32Array, Int64Array, Uint32Array
 from megatron_uring.errors import CorruptionError, as_checkpoint_error
 from megatron_uring.layout import BLOCK_BYTES, SUPERBLOCK_BYTES, Superblock, subfile_name
-from megatron_uring.progress import wait_for_job
+from megatron_uring.progress import run_job
 from megatron_uring.tables import Staged
 
 # Below this a read is buffered: the page cache may hold it, and read-ahead beats the set-up of
@@ -138,12 +138,14 @@ def read_ranges(
         For each bad block: range number, offset in the file, expected and found CRC32C. Empty if
         all is well.
     """
-    try:
-        job = engine.read(files, file_number, start, length, staged.pieces, expected)
-    except OSError as error:
-        raise as_checkpoint_error(error, "read subfile") from error
     path = os.path.dirname(files[0].path) if files else None
-    wait_for_job(job, "read subfiles", path, timeout_s, alive=(staged, files))
+    job = run_job(
+        lambda: engine.read(files, file_number, start, length, staged.pieces, expected),
+        "read subfiles",
+        path,
+        timeout_s,
+        alive=(staged, files),
+    )
     return engine.bad_blocks(job)
 
 

@@ -19,9 +19,10 @@ import numpy as np
 
 from megatron_uring import _engine, plan, providers, read, stage
 from megatron_uring.config import Config
-from megatron_uring.errors import StateMismatchError
+from megatron_uring.errors import StateMismatchError, UnsupportedError
 from megatron_uring.index_rules import Index
 from megatron_uring.layout import DTYPE_NAMES
+from megatron_uring.objects import deserialize_object
 from megatron_uring.tables import Extents, RestorePlan, ShardTable
 
 
@@ -93,9 +94,7 @@ def restore_requests(
     read_bytes = _execute(directory, index, engine, restoring, destinations, config)
     destinations.finish()
     objects = {
-        key: providers.deserialize_object(
-            key, buffer.tensor.numpy().tobytes(), config.allowed_globals
-        )
+        key: deserialize_object(key, buffer.tensor.numpy().tobytes(), config.allowed_globals)
         for key, buffer in zip(object_keys, buffers, strict=True)
     }
     files = len(np.unique(restoring.range_subfile))
@@ -221,6 +220,12 @@ def _check_requests(
     for number, request in enumerate(requests):
         operation = f"restore tensor {request.key!r}"
         row = first[request.key]
+        if not providers.has_memory(request.tensor) and not hasattr(request.tensor, "dequantize"):
+            raise UnsupportedError(
+                operation,
+                expected="a destination with memory of its own",
+                found=f"{type(request.tensor).__name__} on {request.tensor.device}",
+            )
         if stage.shares_elements(request.tensor):
             raise StateMismatchError(
                 operation,

@@ -67,6 +67,7 @@ class Placed:
     footer_start: int
     object_keys: tuple[str, ...]
     objects: tuple[bytes, ...]
+    replicas: tuple[str, ...]
     structure: Structure
     group_structure: Structure | None
     world_structure: Structure | None
@@ -85,6 +86,7 @@ class Saving:
     ) -> None:
         self.world, self.directory, self.config, self.clock = world, directory, config, clock
         self.save_id: str = setting["save_id"]
+        self.replaces: str | None = setting["replaces"]
         self.stripe_bytes: int = setting["stripe_bytes"]
         self.groups: Groups = aggregate.elect(
             world.node_of_rank,
@@ -108,9 +110,11 @@ class Saving:
         with step(world, "open checkpoint directory"):
             if world.rank == 0:
                 commit.prepare_directory(directory)
+                commit.sweep_debris(directory)
                 storage = write.describe_storage(directory, config.stripe_bytes)
                 setting = {
                     "save_id": commit.new_save_id(),
+                    "replaces": commit.committed_save_id(directory),
                     "stripe_bytes": storage.stripe_bytes,
                     "file_system": storage.file_system,
                     "aggregation": config.aggregation,
@@ -131,7 +135,9 @@ class Saving:
         grouped = plan.plan_group(sizes[:, 0], sizes[:, 1], stripe_bytes=self.stripe_bytes)
         tensor_start = int(grouped.tensor_start[self.group.rank])
         structure = self._structure(provided, rows, lengths, region.shard_start + tensor_start)
-        group_structure, world_structure = share_structure(self.world, self.group, structure)
+        group_structure, world_structure = share_structure(
+            self.world, self.group, structure, self.groups.group_of_rank.tobytes()
+        )
         self.clock.lap("plan")
         return Placed(
             region,
@@ -140,6 +146,7 @@ class Saving:
             grouped.footer_start,
             provided.object_keys,
             provided.objects,
+            provided.replicas,
             structure,
             group_structure,
             world_structure,
@@ -184,6 +191,8 @@ class Saving:
             assert file is not None
             self.direct = file.direct
             yield file
+            with step(self.world, "close subfile"):
+                file.close()
         except BaseException:
             with contextlib.suppress(OSError):
                 if file is not None:
@@ -191,7 +200,6 @@ class Saving:
                     if self.is_aggregator:
                         _engine.remove(self.path)
             raise
-        file.close()
 
     def write(
         self,
@@ -253,6 +261,7 @@ class Saving:
                 np.fromiter(map(len, placed.objects), np.int64, len(placed.objects)),
             ),
             self._own_regions(),
+            placed.replicas,
         )
         parts = aggregate.gather(self.group, own.pack())
         self._regions.clear()
@@ -266,6 +275,7 @@ class Saving:
                     contents.object_keys,
                     contents.object_extents,
                     Regions.concatenate([contents.regions, self._own_regions()]),
+                    contents.replicas,
                 )
         self.clock.lap("footer")
         return contents
@@ -312,7 +322,7 @@ class Saving:
         facts = _facts(self.groups, self.world)
         index = assemble_index(self.save_id, placed.world_structure, contents, facts, None)
         try:
-            _check_objects(contents.object_keys)
+            _check_objects(contents, placed.world_structure.shards.keys)
             commit.require_subfiles(
                 self.directory,
                 self.save_id,
@@ -326,7 +336,7 @@ class Saving:
         except BaseException:
             commit.discard(self.directory, self.save_id)
             raise
-        commit.publish(self.directory, self.save_id, sealed)
+        commit.publish(self.directory, self.save_id, sealed, replaces=self.replaces)
         removed = commit.sweep(self.directory, self.save_id)
         if removed:
             _log.info("removed %d files of earlier saves from %s", len(removed), self.directory)
@@ -353,17 +363,24 @@ class Saving:
         )
 
 
-def _check_objects(keys: tuple[str, ...]) -> None:
-    seen: set[str] = set()
-    for key in keys:
+def _check_objects(contents: Contents, tensor_keys: tuple[str, ...]) -> None:
+    """Every object has one owner, and no key is that of an object and of a tensor."""
+    seen, tensors = set[str](), set(tensor_keys)
+    problem = None
+    for key in contents.object_keys:
         if key in seen:
-            raise StateMismatchError(
-                f"plan save: object {key!r}",
-                expected="exactly one owner",
-                found="two",
-                cause="two ranks save an object under the same key",
-            )
+            problem = (key, "two", "two ranks save an object under the same key")
+        elif key in tensors:
+            problem = (key, "a tensor of that key too", "on another rank")
         seen.add(key)
+    for key in contents.replicas:
+        if key not in seen:
+            problem = (key, "none", "rank 0 writes replicated objects, and does not have it")
+    if problem is not None:
+        key, found, cause = problem
+        raise StateMismatchError(
+            f"plan save: object {key!r}", expected="exactly one owner", found=found, cause=cause
+        )
 
 
 def _facts(groups: Groups, world: Communicator) -> dict[str, str]:

@@ -254,8 +254,17 @@ def prepare_destinations(
             and not shares_elements(target)
         )
         given.append(target)
-        written.append(target if direct else target.to("cpu", dtype, copy=True).contiguous())
+        written.append(target if direct else _scratch(target, dtype))
     return Destinations(tuple(given), tuple(written))
+
+
+def _scratch(target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A plain tensor on the CPU with the values of `target`."""
+    if type(target) is not torch.Tensor and hasattr(target, "dequantize"):
+        target = target.dequantize() if target.numel() else target
+    values = target.to("cpu", dtype, copy=True)
+    plain = torch.empty(values.shape, dtype=dtype, device="cpu")
+    return plain.copy_(values)
 
 
 def stage_destinations(

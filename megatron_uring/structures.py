@@ -25,14 +25,14 @@ _STRUCTURES_KEPT = 4
 
 
 def share_structure(
-    world: Communicator, group: Communicator, structure: Structure
+    world: Communicator, group: Communicator, structure: Structure, grouping: bytes
 ) -> tuple[Structure | None, Structure | None]:
     """Structures of the group (on its aggregator) and of all ranks (on rank 0).
 
     They come from the cache if it holds this structure on every rank; else they are gathered.
     """
     packed = structure.pack()
-    digest = hashlib.blake2b(packed, digest_size=16).digest()
+    digest = hashlib.blake2b(packed + grouping, digest_size=16).digest()
     cache = _caches.setdefault(id(world), _StructureCache(world))
     found = cache.entries.get(digest)
     number = -1 if found is None else found.number

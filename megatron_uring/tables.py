@@ -256,29 +256,26 @@ class Contents:
     object_keys: tuple[str, ...]
     object_extents: Extents
     regions: Regions
+    replicas: tuple[str, ...] = ()
 
     def pack(self) -> bytes:
         """The columns, to send."""
         objects, regions = self.object_extents, self.regions
-        return pack_arrays(
-            [
-                *pack_keys(self.object_keys),
-                objects.subfile,
-                objects.start,
-                objects.length,
-                regions.rank,
-                regions.subfile,
-                regions.start,
-                regions.length,
-                regions.crc32c,
-            ]
-        )
+        where = (objects.subfile, objects.start, objects.length)
+        ranges = (regions.rank, regions.subfile, regions.start, regions.length, regions.crc32c)
+        keys, replicas = pack_keys(self.object_keys), pack_keys(self.replicas)
+        return pack_arrays([*keys, *where, *ranges, *replicas])
 
     @staticmethod
     def unpack(data: bytes) -> Contents:
         """Inverse of `pack`."""
         text, lengths, *columns = unpack_arrays(data)
-        return Contents(unpack_keys(text, lengths), Extents(*columns[:3]), Regions(*columns[3:]))
+        return Contents(
+            unpack_keys(text, lengths),
+            Extents(*columns[:3]),
+            Regions(*columns[3:8]),
+            unpack_keys(*columns[8:]),
+        )
 
     @staticmethod
     def concatenate(parts: Sequence[Contents]) -> Contents:
@@ -287,6 +284,7 @@ class Contents:
             tuple(key for part in parts for key in part.object_keys),
             Extents.concatenate([part.object_extents for part in parts]),
             Regions.concatenate([part.regions for part in parts]),
+            tuple({key: None for part in parts for key in part.replicas}),
         )
 
 
@@ -306,6 +304,8 @@ class Provided:
         Of the tensors, in bytes, aligned with the columns of `shards`.
     object_keys, objects
         Names and serialized bytes of the objects that this rank writes.
+    replicas
+        Names of objects that this rank holds and another one writes.
     """
 
     shards: ShardTable
@@ -314,6 +314,7 @@ class Provided:
     strides: Int64Array
     object_keys: tuple[str, ...]
     objects: tuple[bytes, ...]
+    replicas: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

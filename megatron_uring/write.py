@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from megatron_uring import _engine
 from megatron_uring.columns import Uint32Array
 from megatron_uring.errors import StorageError, as_checkpoint_error
 from megatron_uring.layout import BLOCK_BYTES, SUPERBLOCK_BYTES
-from megatron_uring.progress import wait_for_job
+from megatron_uring.progress import run_job
 from megatron_uring.tables import Staged, no_pieces
 
 
@@ -51,10 +52,14 @@ def describe_storage(directory: str, stripe_bytes: int = 0) -> Storage:
 
 def _mount_of(path: str) -> tuple[str, str]:
     best, found = "", ("unknown", "")
-    with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8") as table:
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table,
+    ):
         for line in table:
             left, _, right = line.partition(" - ")
-            point = left.split()[4].encode().decode("unicode_escape")
+            # the kernel writes space, tab, newline and backslash as octal
+            point = re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), left.split()[4])
             inside = path == point or path.startswith(point.rstrip("/") + "/")
             if inside and len(point) >= len(best):
                 best, found = point, (right.split()[0], left.split()[5])
@@ -98,8 +103,13 @@ def _direct_works(engine: _engine.Engine, file: _engine.File, timeout_s: float) 
     if max(file.offset_alignment, file.memory_alignment) > SUPERBLOCK_BYTES:
         return False
     try:
-        job = engine.write(file, 0, SUPERBLOCK_BYTES, no_pieces())
-        wait_for_job(job, "write first page", file.path, timeout_s, alive=file)
+        run_job(
+            lambda: engine.write(file, 0, SUPERBLOCK_BYTES, no_pieces()),
+            "write first page",
+            file.path,
+            timeout_s,
+            alive=file,
+        )
     except StorageError as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno == errno.EINVAL:
@@ -138,21 +148,20 @@ def write_region(
     uint32 [blocks]
         CRC32C of each block of the region, as it went to disk.
     """
-    try:
-        job = engine.write(file, start, length, staged.pieces)
-    except OSError as error:
-        raise as_checkpoint_error(error, "write subfile", file.path) from error
-    wait_for_job(job, "write subfile", file.path, timeout_s, alive=(staged, file), report=report)
+    job = run_job(
+        lambda: engine.write(file, start, length, staged.pieces),
+        "write subfile",
+        file.path,
+        timeout_s,
+        alive=(staged, file),
+        report=report,
+    )
     return job.checksums()
 
 
 def sync_subfile(engine: _engine.Engine, file: _engine.File, timeout_s: float) -> None:
     """Make what this descriptor wrote durable."""
-    try:
-        job = engine.sync(file)
-    except OSError as error:
-        raise as_checkpoint_error(error, "sync subfile", file.path) from error
-    wait_for_job(job, "sync subfile", file.path, timeout_s, alive=file)
+    run_job(lambda: engine.sync(file), "sync subfile", file.path, timeout_s, alive=file)
 
 
 def _discard(file: _engine.File | None, path: str) -> None:

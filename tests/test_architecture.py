@@ -24,7 +24,7 @@ LAYERS = [
     {"structures"},
     STEPS,
     {"ownership", "index_rules"},
-    {"tables", "progress", "nesting"},
+    {"tables", "progress", "nesting", "objects"},
     {"columns", "comm", "layout"},
     {"config"},
     {"errors", "_engine"},
@@ -103,7 +103,7 @@ def test_only_communicators_import_mpi4py():
 
 
 def test_torch_stays_where_tensors_are():
-    allowed = {"providers", "stage", "read", "megatron", "bench", "comm"}
+    allowed = {"providers", "objects", "stage", "read", "megatron", "bench", "comm"}
     assert importers("torch") <= allowed
 
 

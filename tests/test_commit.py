@@ -476,3 +476,35 @@ def test_a_damaged_index_is_reported_as_damage_not_as_no_checkpoint(old, config)
     assert commit.committed_save_id(str(old)) is None
     with pytest.raises(CheckpointError):
         commit.resolve_latest(str(old / "missing"))
+
+
+def test_debris_of_failed_saves_is_swept_before_the_next_one_needs_the_space(tmp_path, posix):
+    megatron_uring.save({"x": torch.ones(3)}, tmp_path, config=posix)
+    committed = commit.committed_save_id(str(tmp_path))
+    debris = tmp_path / "data-00000000000000aa-00000.bin"
+    debris.write_bytes(b"x")
+    (tmp_path / "other.bin").write_bytes(b"x")
+    commit.sweep_debris(str(tmp_path))
+    assert not debris.exists() and (tmp_path / "other.bin").exists()
+    assert commit.committed_save_id(str(tmp_path)) == committed
+    assert megatron_uring.restore(tmp_path, config=posix)["x"].tolist() == [1, 1, 1]
+
+
+def test_a_save_gives_way_to_one_that_committed_meanwhile(tmp_path, posix):
+    megatron_uring.save({"x": torch.ones(3)}, tmp_path, config=posix)
+    committed = commit.committed_save_id(str(tmp_path))
+    with pytest.raises(StorageError, match="another run saves into the same directory"):
+        commit.publish(str(tmp_path), "00000000000000aa", b"late", replaces=None)
+    assert commit.committed_save_id(str(tmp_path)) == committed
+    assert megatron_uring.restore(tmp_path, config=posix)["x"].tolist() == [1, 1, 1]
+
+
+def test_a_committed_save_is_kept_when_the_directory_cannot_be_synced(tmp_path, posix):
+    megatron_uring.save({"x": torch.ones(3)}, tmp_path, config=posix)
+    _engine.inject_fault("sync_directory", "eio", skip=2)
+    try:
+        with pytest.raises(StorageError):
+            megatron_uring.save({"x": torch.zeros(3)}, tmp_path, config=posix)
+    finally:
+        _engine.clear_faults()
+    assert megatron_uring.restore(tmp_path, config=posix)["x"].tolist() == [0, 0, 0]

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import megatron_uring
 from megatron_uring import index as index_module
 from megatron_uring.errors import CheckpointError, CorruptionError, NotACheckpointError
 from megatron_uring.index_rules import Index, with_common, without_tensors
@@ -346,3 +347,11 @@ def test_a_footer_is_read_from_the_end_of_a_subfile(tmp_path):
         assert same(index_module.read_footer(file, str(path), len(data)), index)
         with pytest.raises(CorruptionError, match="read trailer"):
             index_module.read_footer(file, str(path), len(data) - 1)
+
+
+def test_a_file_that_is_longer_than_its_trailer_says_is_refused_before_it_is_read(tmp_path, posix):
+    megatron_uring.save({"x": torch.ones(3)}, tmp_path, config=posix)
+    path = tmp_path / "index.h5"
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(CorruptionError, match="read index"):
+        index_module.read_index(str(tmp_path))

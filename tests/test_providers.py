@@ -14,16 +14,15 @@ from megatron_uring import providers
 from megatron_uring.errors import StateMismatchError, UnsupportedError
 from megatron_uring.layout import DTYPE_NAMES
 from megatron_uring.nesting import flatten, unflatten
+from megatron_uring.objects import deserialize_object, serialize_object
 from megatron_uring.providers import (
     CompositeProvider,
     ObjectProvider,
     Shard,
     TensorProvider,
     describe,
-    deserialize_object,
     plain_tensor,
     provide_state,
-    serialize_object,
 )
 
 
@@ -369,3 +368,21 @@ def test_damaged_object_bytes_are_an_error_of_the_family():
 def test_describing_nothing_gives_empty_columns():
     table = describe([])
     assert len(table) == 0 and table.shape.shape == (0, 0) and table.dtype.dtype == np.uint8
+
+
+class Wrapper(torch.Tensor):
+    """A subclass without memory of its own, as DTensor is."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return Wrapper(torch.ones(3)) if func is torch.ops.aten.detach.default else NotImplemented
+
+
+def test_a_subclass_without_memory_is_refused_by_key():
+    wrapped = Wrapper(torch.ones(3))
+    with pytest.raises(UnsupportedError, match="'w'"):
+        TensorProvider([("w", Shard(wrapped, (3,), (0,)))]).collect()

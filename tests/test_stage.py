@@ -24,11 +24,11 @@ def test_options_that_do_not_concern_the_engine_share_it(config):
 
 def test_the_engine_asked_for_is_the_one_that_runs(config):
     assert stage.open_engine(config).kind == config.engine
-    assert any(text.startswith(f"{config.engine} (") for text in stage.running_engines())
+    assert any(text.startswith(f"{config.engine}: ") for text in stage.running_engines())
 
 
 def test_slabs_that_cannot_be_had_are_a_storage_error_that_says_what_to_lower():
-    greedy = Config(engine="posix", slab_bytes=1 << 50, slab_count=1 << 10)
+    greedy = Config(engine="posix", slab_bytes=1 << 30, slab_count=1 << 16)
     with pytest.raises(StorageError, match="MEGATRON_URING_SLAB_COUNT"):
         stage.open_engine(greedy)
 

@@ -26,13 +26,14 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-from megatron_uring import checkpoint, commit, providers
+from megatron_uring import checkpoint, commit
 from megatron_uring import index as index_module
 from megatron_uring.errors import CheckpointError
 from megatron_uring.index_rules import without_tensors
 from megatron_uring.layout import BACKEND, BACKEND_VERSION, COMMON_NAME, INDEX_NAME, METADATA_NAME
 from megatron_uring.megatron import convert
 from megatron_uring.megatron.convert import megatron_errors
+from megatron_uring.objects import deserialize_object, serialize_object
 
 _log = logging.getLogger("megatron_uring")
 
@@ -130,9 +131,7 @@ def save_common(
         return
     allowed = installed.config.allowed_globals
     try:
-        _common[_key(checkpoint_dir)] = providers.serialize_object(
-            "common state", common_state_dict, allowed
-        )
+        _common[_key(checkpoint_dir)] = serialize_object("common state", common_state_dict, allowed)
     except CheckpointError as error:
         _common[_key(checkpoint_dir)] = _with_key(common_state_dict, allowed) or error
 
@@ -141,7 +140,7 @@ def _with_key(common_state_dict: Any, allowed_globals: tuple[str, ...]) -> Check
     """The error of the first entry that by itself cannot be loaded again; names its key."""
     for key, value in common_state_dict.items():
         try:
-            providers.serialize_object(f"common state: {key}", value, allowed_globals)
+            serialize_object(f"common state: {key}", value, allowed_globals)
         except CheckpointError as error:
             return error
     return None
@@ -230,7 +229,7 @@ def load_common(
         data = commit.read_common(
             directory, index.save_id, index.common_length, index.common_crc32c
         )
-        return providers.deserialize_object("common state", data, installed.config.allowed_globals)
+        return deserialize_object("common state", data, installed.config.allowed_globals)
 
 
 def load_tensors_metadata(
@@ -275,7 +274,7 @@ def remove_sharded_tensors(
     with megatron_errors():
         directory = str(checkpoint_dir)
         index = without_tensors(index_module.read_index(directory), key_prefix)
-        commit.publish(directory, index.save_id, index_module.sealed(index))
+        commit.publish(directory, index.save_id, index_module.sealed(index), replaces=index.save_id)
         return None
 
 

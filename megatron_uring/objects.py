@@ -1,0 +1,103 @@
+"""Objects: what is not a tensor, as bytes and back.
+
+Guarantees
+----------
+- Loading never runs code from a checkpoint: torch's safe classes, numpy's arrays and scalars, what
+  Megatron registers and what the user names, nothing else.
+- What could not be loaded again fails when it is saved, naming key and class.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_uring.errors import CheckpointError, StateMismatchError, UnsupportedError
+
+
+def serialize_object(key: str, value: object, allowed_globals: Sequence[str] = ()) -> bytes:
+    """`value` as bytes, proved to load again.
+
+    Raises
+    ------
+    StateMismatchError
+        Naming key and class, if it cannot be pickled or not be loaded with ``weights_only=True``.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        data = buffer.getvalue()
+        _load_safely(data, allowed_globals)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise StateMismatchError(
+            f"save object {key!r}", found=class_name(value), cause=_reason(error)
+        ) from error
+    return data
+
+
+def deserialize_object(key: str, data: bytes, allowed_globals: Sequence[str] = ()) -> object:
+    """Inverse of `serialize_object`, without running any code of the checkpoint."""
+    try:
+        return _load_safely(data, allowed_globals)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise StateMismatchError(f"load object {key!r}", cause=_reason(error)) from error
+
+
+def _load_safely(data: bytes, allowed_globals: Sequence[str]) -> object:
+    named = [_import_global(name) for name in allowed_globals]
+    with torch.serialization.safe_globals([*_numpy_globals(), *named]):
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+@functools.cache
+def _numpy_globals() -> tuple[Any, ...]:
+    """What arrays and scalars of numpy are pickled with: data alone, no code of anybody's."""
+    numpy_2 = np.lib.NumpyVersion(np.__version__) >= "2.0.0"
+    core = importlib.import_module(f"numpy.{'_core' if numpy_2 else 'core'}.multiarray")
+    dtypes = [
+        kind
+        for name, kind in vars(np.dtypes).items()
+        if isinstance(kind, type) and name != "ObjectDType"
+    ]
+    return (core._reconstruct, core.scalar, np.ndarray, np.dtype, *dtypes)
+
+
+def _import_global(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UnsupportedError(
+            "read option allowed_globals", expected="module.name", found=repr(name), cause=error
+        ) from error
+
+
+def class_name(value: object) -> str:
+    """``module.name`` of the class of `value`."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _reason(error: Exception) -> str:
+    """The class that torch refused, if that is what happened; else the first line of the
+    message.
+    """
+    refused = re.search(
+        r"GLOBAL (\S+) was not an allowed global|allowlisted via .*but got <class '([^']+)'>",
+        str(error),
+    )
+    if refused:
+        name = refused.group(1) or refused.group(2)
+        cure = f"if you trust it: MEGATRON_URING_ALLOWED_GLOBALS={name}"
+        return f"class {name} is not allowed; {cure}"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
