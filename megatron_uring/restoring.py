@@ -38,8 +38,8 @@ class Request:
     global_shape, offset
         As in `providers.Shard`.
     partial
-        The saved tensor may have another global shape; what overlaps is restored, the rest of
-        `tensor` stays.
+        The saved tensor may have another global shape, and another dtype; what overlaps is
+        restored, the rest of `tensor` stays.
     """
 
     key: str
@@ -243,7 +243,8 @@ def _check_requests(
                 found=f"{list(shape)} in the checkpoint",
             )
         saved_code, wanted_code = int(saved.dtype[row]), int(wanted.dtype[number])
-        if saved_code != wanted_code and not config.allow_dtype_conversion:
+        converts = config.allow_dtype_conversion or request.partial
+        if saved_code != wanted_code and not converts:
             raise StateMismatchError(
                 operation,
                 path=directory,

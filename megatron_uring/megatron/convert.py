@@ -8,7 +8,8 @@ Guarantees
   size 1.
 - Loading copies into ``sh_ten.data`` in place and makes it, on the CPU, where it is None. With
   ``allow_shape_mismatch`` what the checkpoint does not hold is zero.
-- An error that leaves this folder is a `CheckpointError` and a ``CheckpointingException`` at once.
+- An error that leaves this folder is a `CheckpointError`, Megatron's ``CheckpointingException`` and
+  torch's ``CheckpointException`` at once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_uring import providers
 from megatron_uring.errors import CheckpointError, StateMismatchError, UnsupportedError
@@ -139,7 +141,7 @@ def megatron_errors() -> Iterator[None]:
         if isinstance(error, CheckpointingException):
             raise
         raised = _both(type(error))(str(error))
-        vars(raised).update(vars(error))
+        vars(raised).update(vars(error), _failures={})
         raise raised from (error.__cause__ or error)
 
 
@@ -149,9 +151,10 @@ _both_kinds: dict[str, Any] = {}
 def _both(kind: type[CheckpointError]) -> Any:
     name = kind.__name__
     if name not in _both_kinds:
-        _both_kinds[name] = type(
-            name, (kind, CheckpointingException), {"__module__": kind.__module__}
-        )
+        # torch's own, which torch_dist raises on a missing key, has another __str__
+        parents = (kind, CheckpointingException, CheckpointException)
+        own = {"__module__": kind.__module__, "__str__": lambda self: str(self.args[0])}
+        _both_kinds[name] = type(name, parents, own)
     return _both_kinds[name]
 
 
