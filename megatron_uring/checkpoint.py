@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_uring import comm, commit, providers, stage
+from megatron_uring import comm, commit, providers, stage, tensors
 from megatron_uring import index as index_module
 from megatron_uring.config import Config
 from megatron_uring.errors import StateMismatchError
@@ -110,11 +110,11 @@ def save(
             engine = stage.open_engine(config)
             provider = providers.as_provider(state, world.rank, config.allowed_globals)
             provided = provider.collect()
-            tensors = stage.host_tensors(provided)
+            host = stage.host_tensors(provided)
         saving.clock.lap("collect")
         placed = saving.place(provided)
         with saving.subfile(engine, placed) as file:
-            saving.write(engine, file, placed, provided, tensors)
+            saving.write(engine, file, placed, provided, host)
             contents = saving.finish_subfile(engine, file, placed)
         saving.commit(placed, contents, common)
     _last["save"] = report = saving.report(Report, engine)
@@ -163,7 +163,7 @@ def restore(
     for key, leaf in leaves.items():
         if isinstance(leaf, providers.Shard):
             requests.append(Request(key, leaf.tensor, leaf.global_shape, leaf.offset))
-        elif providers.is_tensor(leaf):
+        elif tensors.is_tensor(leaf):
             shape = tuple(leaf.shape)  # type: ignore[attr-defined]
             requests.append(Request(key, leaf, shape, (0,) * len(shape)))
         else:
@@ -220,7 +220,7 @@ def _empty_leaves(index: Index, keys: Iterable[str] | None) -> dict[str, object]
         leaves[key] = (
             None
             if row is None
-            else providers.new_tensor(
+            else tensors.new_tensor(
                 int(shards.dtype[row]), shards.global_shape[row, : shards.ndim[row]].tolist()
             )
         )

@@ -35,7 +35,8 @@ from megatron_uring.layout import (
     Trailer,
     require_version,
 )
-from megatron_uring.tables import Extents, Regions, ShardTable
+from megatron_uring.shards import ShardTable
+from megatron_uring.tables import Extents, Regions
 
 
 def sealed(index: Index) -> bytes:
@@ -97,8 +98,7 @@ def encode(index: Index) -> bytes:
 
 def _encode_shards(file: h5py.File, index: Index) -> None:
     shards = index.shards
-    first = np.zeros(len(shards.keys), np.int64)
-    first[shards.tensor[::-1]] = np.arange(len(shards) - 1, -1, -1)
+    first = shards.first_rows()
     ndim = shards.ndim[first]
     dimension = np.arange(shards.shape.shape[1])
     per_tensor = dimension < ndim[:, None]

@@ -15,7 +15,8 @@ import numpy as np
 from megatron_uring.columns import Int32Array, Int64Array
 from megatron_uring.errors import CorruptionError
 from megatron_uring.layout import BLOCK_BYTES, PAGE_BYTES
-from megatron_uring.tables import Contents, Extents, Regions, ShardTable, Structure
+from megatron_uring.shards import ShardTable
+from megatron_uring.tables import Contents, Extents, Regions, Structure
 
 _NO_COMMON = -1
 

@@ -8,7 +8,7 @@ Guarantees
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +20,32 @@ def flatten(state: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     list item is ``~[i]``, a tuple item ``~(i)``, an integer dict key ``~{i}``, an empty string
     ``~``. An empty container, or a dict with other keys, is a leaf.
     """
-    items: list[tuple[str, object]] = []
-    if isinstance(state, dict) and state and all(type(key) in (str, int) for key in state):
-        items = [(_escape(key), value) for key, value in state.items()]
-    elif type(state) in (list, tuple) and state:
-        opening, closing = "[]" if isinstance(state, list) else "()"
-        assert isinstance(state, list | tuple)
-        items = [(f"~{opening}{index}{closing}", value) for index, value in enumerate(state)]
-    if not items:
+    if _is_branch(state):
+        yield from _flatten_branch(state, f"{prefix}/" if prefix else "")
+    else:
         yield prefix, state
-        return
-    for segment, value in items:
-        yield from flatten(value, f"{prefix}/{segment}" if prefix else segment)
+
+
+def _is_branch(value: object) -> bool:
+    if isinstance(value, dict):
+        return bool(value) and set(map(type, value)) <= {str, int}
+    return type(value) in (list, tuple) and bool(value)
+
+
+def _flatten_branch(branch: Any, prefix: str) -> Iterator[tuple[str, object]]:
+    """Leaves below a container; one generator for each container, none for each leaf."""
+    segments: Iterable[str]
+    if isinstance(branch, dict):
+        segments, values = map(_escape, branch), branch.values()
+    else:
+        form = "~[{}]" if isinstance(branch, list) else "~({})"
+        segments, values = map(form.format, range(len(branch))), branch
+    for segment, value in zip(segments, values, strict=True):
+        key = prefix + segment
+        if _is_branch(value):
+            yield from _flatten_branch(value, f"{key}/")
+        else:
+            yield key, value
 
 
 def unflatten(leaves: Mapping[str, object]) -> object:
@@ -75,7 +89,9 @@ def _build(node: object) -> object:
 def _escape(key: str | int) -> str:
     if isinstance(key, int):
         return f"~{{{key}}}"
-    return key.replace("~", "~0").replace("/", "~1") or "~"
+    if "~" in key or "/" in key:
+        return key.replace("~", "~0").replace("/", "~1")
+    return key or "~"
 
 
 def _unescape(segment: str) -> str | int:

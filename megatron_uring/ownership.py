@@ -13,10 +13,10 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from megatron_uring.columns import BoolArray, Int32Array, Int64Array, format_box
+from megatron_uring.columns import BoolArray, Int32Array, Int64Array, every, format_box
 from megatron_uring.errors import StateMismatchError
 from megatron_uring.layout import DTYPE_NAMES
-from megatron_uring.tables import ShardTable, describe_shard
+from megatron_uring.shards import ShardTable, describe_shard
 
 _PAINT_CELLS_MAXIMUM = 1 << 22
 
@@ -75,13 +75,12 @@ def _irregular(owned: ShardTable, filled: BoolArray) -> BoolArray:
     if not len(owned):
         return np.zeros(len(filled), bool)
     order = np.lexsort((*owned.offset.T, owned.tensor))
-    tensor, offset, shape = owned.tensor[order], owned.offset[order], owned.shape[order]
+    tensor = owned.tensor[order]
+    offset, shape = owned.offset.take(order, axis=0), owned.shape.take(order, axis=0)
     same_tensor = tensor[1:] == tensor[:-1]
     odd = np.zeros(len(owned), bool)
-    odd[1:] = same_tensor & (
-        np.any(shape[1:] != shape[:-1], axis=1) | np.all(offset[1:] == offset[:-1], axis=1)
-    )
-    odd |= np.any(offset % np.maximum(shape, 1) != 0, axis=1)
+    odd[1:] = same_tensor & (~every(shape[1:] == shape[:-1]) | every(offset[1:] == offset[:-1]))
+    odd |= ~every(offset % np.maximum(shape, 1) == 0)
     several = np.bincount(tensor, minlength=len(filled)) > 1
     return (np.bincount(tensor[odd], minlength=len(filled)) > 0) & several & filled
 
@@ -93,7 +92,7 @@ def _check_same_tensor(
     same = (
         (shards.dtype == shards.dtype[reference])
         & (shards.ndim == shards.ndim[reference])
-        & np.all(shards.global_shape == shards.global_shape[reference], axis=1)
+        & every(shards.global_shape == shards.global_shape.take(reference, axis=0))
     )
     if not np.all(same):
         row = int(np.argmin(same))
@@ -106,9 +105,7 @@ def _check_same_tensor(
 
 
 def _check_inside(shards: ShardTable, rank: Int32Array, operation: str) -> None:
-    inside = np.all(
-        (shards.offset >= 0) & (shards.offset + shards.shape <= shards.global_shape), axis=1
-    )
+    inside = every((shards.offset >= 0) & (shards.offset + shards.shape <= shards.global_shape))
     if not np.all(inside):
         row = int(np.argmin(inside))
         raise StateMismatchError(

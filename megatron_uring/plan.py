@@ -20,8 +20,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron_uring.columns import BoolArray, Int32Array, Int64Array, Uint32Array, widen
+from megatron_uring.columns import (
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    Uint32Array,
+    inner,
+    product,
+    widen,
+)
 from megatron_uring.errors import StateMismatchError
 from megatron_uring.layout import (
     BLOCK_BYTES,
@@ -32,7 +41,9 @@ from megatron_uring.layout import (
     SUPERBLOCK_BYTES,
     round_up,
 )
-from megatron_uring.tables import Boxes, Extents, Regions, RestorePlan, ShardTable, describe_shard
+from megatron_uring.overlap import candidate_pairs, tensor_numbers
+from megatron_uring.shards import ShardTable, describe_shard
+from megatron_uring.tables import Boxes, Extents, Regions, RestorePlan
 
 # Comparing a mistyped key with every key of a huge checkpoint would take minutes.
 _SIMILAR_AMONG = 20_000
@@ -178,32 +189,26 @@ def plan_restore(
     partial : bool [requests]
         Requests that may reach beyond the saved tensor; only the overlap is restored.
     """
-    pair_request, pair_saved = _pairs(saved, wanted)
     width = max(saved.shape.shape[1], wanted.shape.shape[1])
-    saved_offset, saved_shape = widen(saved.offset, width, 0), widen(saved.shape, width, 1)
-    wanted_offset, wanted_shape = widen(wanted.offset, width, 0), widen(wanted.shape, width, 1)
-    low = np.maximum(saved_offset[pair_saved], wanted_offset[pair_request])
-    high = np.minimum(
-        (saved_offset + saved_shape)[pair_saved], (wanted_offset + wanted_shape)[pair_request]
-    )
-    hit = np.all(low < high, axis=1)
-    low, high = low[hit], high[hit]
-    pair_request, pair_saved = pair_request[hit], pair_saved[hit]
-    counts = high - low
-    _check_covered(wanted, pair_request, np.prod(counts, axis=1, dtype=np.int64), partial)
+    saved, wanted, strides = saved.widened(width), wanted.widened(width), memory_strides
+    strides = widen(strides, width, 0)
+    pair_request, pair_saved = candidate_pairs(saved, wanted)
+    box = _intersect(saved, wanted, pair_saved, pair_request)
+    hit = box.counts.min(axis=1, initial=1) > 0
+    if not hit.all():
+        pair_request, pair_saved, box = pair_request[hit], pair_saved[hit], box.take(hit)
+    _check_covered(wanted, pair_request, product(box.counts), partial)
 
     item_bytes = DTYPE_BYTES[saved.dtype]
-    file_strides = contiguous_strides(saved_shape, item_bytes)[pair_saved]
-    piece_start = extents.start[pair_saved] + np.sum(
-        (low - saved_offset[pair_saved]) * file_strides, axis=1
-    )
-    strides = widen(memory_strides, width, 0)[pair_request]
-    memory_offset = np.sum((low - wanted_offset[pair_request]) * strides, axis=1)
-    boxes = merge_runs(counts, file_strides, strides, item_bytes[pair_saved])
+    file_strides = contiguous_strides(saved.shape, item_bytes).take(pair_saved, axis=0)
+    strides = strides.take(pair_request, axis=0)
+    piece_start = extents.start[pair_saved] + inner(box.saved_offset, file_strides)
+    memory_offset = inner(box.wanted_offset, strides)
+    boxes = merge_runs(box.counts, file_strides, strides, item_bytes[pair_saved])
 
     subfile = extents.subfile[pair_saved]
-    order = np.lexsort((piece_start, subfile))
-    last = piece_start + boxes.run_bytes + np.sum((boxes.counts - 1) * boxes.file_strides, axis=1)
+    order = np.argsort((subfile.astype(np.int64) << 43) | piece_start, kind="stable")
+    last = piece_start + boxes.run_bytes + inner(boxes.counts - 1, boxes.file_strides)
     ranges = _coalesce(subfile[order], piece_start[order], last[order], regions, gap_bytes)
     return RestorePlan(
         *ranges,
@@ -213,24 +218,43 @@ def plan_restore(
         memory_offset=memory_offset[order],
         boxes=Boxes(
             boxes.run_bytes[order],
-            boxes.counts[order],
-            boxes.file_strides[order],
-            boxes.memory_strides[order],
+            boxes.counts.take(order, axis=0),
+            boxes.file_strides.take(order, axis=0),
+            boxes.memory_strides.take(order, axis=0),
         ),
     )
 
 
-def _pairs(saved: ShardTable, wanted: ShardTable) -> tuple[Int64Array, Int64Array]:
-    """Every (request, saved shard) of the same key, int64 [P] each."""
-    position = {key: number for number, key in enumerate(saved.keys)}
-    number = np.fromiter((position[key] for key in wanted.keys), np.int64, len(wanted.keys))
-    tensor = number[wanted.tensor] if len(wanted) else np.zeros(0, np.int64)
-    order = np.argsort(saved.tensor, kind="stable")
-    bounds = np.searchsorted(saved.tensor[order], np.arange(len(saved.keys) + 1))
-    counts = bounds[tensor + 1] - bounds[tensor]
-    request = np.repeat(np.arange(len(wanted), dtype=np.int64), counts)
-    within = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return request, order[np.repeat(bounds[tensor], counts) + within].astype(np.int64)
+@dataclass(frozen=True)
+class _Intersections:
+    """Where two boxes meet, int64 [P, D] each: from where in the saved one, from where in the
+    wanted one, and how far; a count below 1 says that they do not.
+    """
+
+    saved_offset: Int64Array
+    wanted_offset: Int64Array
+    counts: Int64Array
+
+    def take(self, rows: BoolArray) -> _Intersections:
+        return _Intersections(self.saved_offset[rows], self.wanted_offset[rows], self.counts[rows])
+
+
+def _intersect(
+    saved: ShardTable, wanted: ShardTable, pair_saved: Int64Array, pair_request: Int64Array
+) -> _Intersections:
+    saved_low = saved.offset.take(pair_saved, axis=0)
+    wanted_low = wanted.offset.take(pair_request, axis=0)
+    low = np.maximum(saved_low, wanted_low)
+    high = np.minimum(
+        saved_low + saved.shape.take(pair_saved, axis=0),
+        wanted_low + wanted.shape.take(pair_request, axis=0),
+    )
+    return _Intersections(low - saved_low, low - wanted_low, high - low)
+
+
+def first_rows_of(saved: ShardTable, wanted: ShardTable) -> npt.NDArray[np.intp]:
+    """Row of the first saved shard of each request's tensor, intp [requests]."""
+    return saved.first_rows()[tensor_numbers(saved, wanted)]
 
 
 def _check_covered(
@@ -239,7 +263,7 @@ def _check_covered(
     volume: Int64Array,
     partial: BoolArray | None,
 ) -> None:
-    need = np.prod(wanted.shape, axis=1, dtype=np.int64)
+    need = product(wanted.shape)
     have = np.zeros(len(wanted), np.int64)
     np.add.at(have, pair_request, volume)
     short = need != have

@@ -19,19 +19,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from megatron_uring.columns import Int64Array, byte_strides
-from megatron_uring.errors import StateMismatchError, UnsupportedError
-from megatron_uring.layout import DTYPE_NAMES, MAXIMUM_DIMENSIONS
+from megatron_uring import tensors
+from megatron_uring.errors import StateMismatchError
 from megatron_uring.nesting import flatten
 from megatron_uring.objects import class_name, serialize_object
-from megatron_uring.tables import Provided, ShardTable
-
-_DTYPE_CODE = {
-    getattr(torch, name): code for code, name in enumerate(DTYPE_NAMES) if hasattr(torch, name)
-}
+from megatron_uring.shards import ShardTable
+from megatron_uring.tables import Provided
 
 
 @dataclass(frozen=True)
@@ -73,21 +68,26 @@ class TensorProvider:
     """
 
     def __init__(self, shards: Iterable[tuple[str, Shard]]) -> None:
-        self._shards = list(shards)
+        self._keys: list[str] = []
+        self._shards: list[Shard] = []
+        for key, shard in shards:
+            self._keys.append(key)
+            self._shards.append(shard)
 
     def collect(self) -> Provided:
         """Columns over the shards; no element is copied unless this rank writes it and the tensor
         has no plain storage.
         """
-        shards = [
-            (key, replace(shard, tensor=plain_tensor(key, shard.tensor)) if shard.owner else shard)
-            for key, shard in self._shards
-        ]
-        table = describe(shards)
-        tensors = tuple(shard.tensor for _, shard in shards)
-        owner = np.fromiter((shard.owner for _, shard in shards), bool, len(shards))
-        strides = byte_strides(tensors, table.ndim, table.shape.shape[1])
-        return Provided(table, owner, tensors, strides, (), ())
+        keys, shards = self._keys, self._shards
+        owned = [shard.owner for shard in shards]
+        plain = tensors.plain_tensors(keys, [shard.tensor for shard in shards], owned)
+        table, strides = tensors.describe(
+            keys,
+            plain,
+            [shard.global_shape for shard in shards],
+            [shard.offset for shard in shards],
+        )
+        return Provided(table, np.array(owned, bool), tuple(plain), strides, (), ())
 
 
 class ObjectProvider:
@@ -195,144 +195,22 @@ def provide_state(
     `Shard` leaves are taken as they are. Every other tensor or object is taken to be replicated:
     rank 0 writes it, and a key that rank 0 does not have is refused when the ranks compare.
     """
-    shards: list[tuple[str, Shard]] = []
+    keys: list[str] = []  # two lists: a tuple for each shard would keep the garbage collector busy
+    leaves: list[Shard] = []
     objects: dict[str, object] = {}
     for key, leaf in flatten(state):
         if isinstance(leaf, Shard):
-            shards.append((key, leaf))
+            keys.append(key)
+            leaves.append(leaf)
         elif isinstance(leaf, torch.Tensor):
             shape = tuple(leaf.shape)
-            shards.append((key, Shard(leaf, shape, (0,) * len(shape), owner=rank == 0)))
+            keys.append(key)
+            leaves.append(Shard(leaf, shape, (0,) * len(shape), owner=rank == 0))
         else:
             objects[key] = leaf
+    shards = zip(keys, leaves, strict=True)
     if rank != 0:
         return CompositeProvider([TensorProvider(shards), _ReplicaProvider(objects)])
     return CompositeProvider(
         [TensorProvider(shards), ObjectProvider(objects, allowed_globals=allowed_globals)]
     )
-
-
-# -------------------------------------------------------------------------------------------------
-# tensors
-
-
-def describe(shards: Sequence[tuple[str, Shard]]) -> ShardTable:
-    """The shards' columns.
-
-    Raises
-    ------
-    StateMismatchError
-        If shape, global shape and offset of one do not have fitting numbers of dimensions.
-    UnsupportedError
-        For a dtype that the format does not know.
-    """
-    for key, shard in shards:
-        _check_dimensions(key, shard)
-    count = len(shards)
-    ndim = np.fromiter((len(shard.global_shape) for _, shard in shards), np.uint8, count)
-    width = int(ndim.max()) if count else 0
-
-    def padded(rows: Iterable[Sequence[int]], fill: int) -> Int64Array:
-        filled = [[*row, *[fill] * (width - len(row))] for row in rows]
-        return np.array(filled, np.int64).reshape(count, width)
-
-    keys, tensor = _number_keys(key for key, _ in shards)
-    return ShardTable(
-        keys,
-        tensor,
-        np.fromiter((dtype_code(key, shard.tensor) for key, shard in shards), np.uint8, count),
-        ndim,
-        padded((shard.global_shape for _, shard in shards), 1),
-        padded((shard.offset for _, shard in shards), 0),
-        padded(
-            (
-                [*[1] * (len(shard.global_shape) - shard.tensor.ndim), *shard.tensor.shape]
-                for _, shard in shards
-            ),
-            1,
-        ),
-    )
-
-
-def is_tensor(value: object) -> bool:
-    """Whether `value` is a torch tensor."""
-    return isinstance(value, torch.Tensor)
-
-
-def new_tensor(code: int, shape: Sequence[int]) -> torch.Tensor:
-    """An uninitialised tensor on the CPU of an on-disk dtype."""
-    return torch.empty(list(shape), dtype=torch_dtype(code), device="cpu")
-
-
-def plain_tensor(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` itself, or a plain strided one with the same values where it has no plain storage.
-
-    Raises
-    ------
-    UnsupportedError
-        For sparse, meta and nested tensors.
-    """
-    # every tensor has a dequantize() that makes float32 of it; quantized classes have their own
-    if type(tensor).dequantize is not torch.Tensor.dequantize:
-        tensor = tensor.dequantize()
-    tensor = tensor.detach()
-    if not has_memory(tensor):
-        raise UnsupportedError(
-            f"save tensor {key!r}",
-            expected="a dense tensor with data",
-            found=f"{tensor.layout} on {tensor.device}",
-        )
-    return tensor.resolve_conj().resolve_neg()
-
-
-def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie at ``data_ptr()``.
-
-    Not so for sparse, meta and nested tensors, and for subclasses that wrap others (DTensor).
-    """
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
-        return False
-    try:
-        return tensor.numel() == 0 or tensor.data_ptr() != 0
-    except RuntimeError:  # what FakeTensor and its like answer
-        return False
-
-
-def dtype_code(key: str, tensor: torch.Tensor) -> int:
-    """On-disk code of the dtype; raises `UnsupportedError` for one that the format does not
-    know.
-    """
-    code = _DTYPE_CODE.get(tensor.dtype)
-    if code is None:
-        known = ", ".join(DTYPE_NAMES)
-        raise UnsupportedError(
-            f"save tensor {key!r}", expected=f"a dtype of {known}", found=tensor.dtype
-        )
-    return code
-
-
-def torch_dtype(code: int) -> torch.dtype:
-    """Inverse of `dtype_code`; raises `UnsupportedError` where this torch lacks the dtype."""
-    dtype = getattr(torch, DTYPE_NAMES[code], None)
-    if not isinstance(dtype, torch.dtype):
-        raise UnsupportedError(
-            "restore tensor", expected=f"a torch with {DTYPE_NAMES[code]}", found=torch.__version__
-        )
-    return dtype
-
-
-def _check_dimensions(key: str, shard: Shard) -> None:
-    tensor, ndim = shard.tensor, len(shard.global_shape)
-    prepended = ndim - tensor.ndim
-    if len(shard.offset) != ndim or prepended < 0 or ndim > MAXIMUM_DIMENSIONS:
-        raise StateMismatchError(
-            f"save tensor {key!r}",
-            expected=f"global shape and offset of {tensor.ndim} to {MAXIMUM_DIMENSIONS} dimensions",
-            found=f"global shape {shard.global_shape}, offset {shard.offset}",
-        )
-
-
-def _number_keys(keys: Iterable[str]) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    position: dict[str, int] = {}
-    numbers = [position.setdefault(key, len(position)) for key in keys]
-    return tuple(position), np.array(numbers, np.int32)

@@ -16,14 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron_uring import _engine, plan, providers, read, stage
+from megatron_uring import _engine, plan, read, stage, tensors
+from megatron_uring.columns import BoolArray, format_box, widen
 from megatron_uring.config import Config
 from megatron_uring.errors import StateMismatchError, UnsupportedError
 from megatron_uring.index_rules import Index
 from megatron_uring.layout import DTYPE_NAMES
 from megatron_uring.objects import deserialize_object
-from megatron_uring.tables import Extents, RestorePlan, ShardTable
+from megatron_uring.shards import ShardTable
+from megatron_uring.tables import Extents, RestorePlan
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,23 @@ def restore_requests(
     prefix = _object_prefix(index)
     buffers = _object_buffers(index, object_keys, directory, prefix)
     everything = [*requests, *buffers]
-    saved, extents = _with_objects(index, prefix)
-    wanted = _request_table(everything)
     _check_keys(directory, index, requests)
-    dtypes = _check_requests(directory, saved, everything, wanted, config)
-    destinations = stage.prepare_destinations([r.tensor for r in everything], dtypes)
+    saved, extents = _with_objects(index, prefix)
+    given = [request.tensor for request in everything]
+    partial = np.fromiter((request.partial for request in everything), bool, len(everything))
+    wanted, strides = tensors.describe(
+        [request.key for request in everything],
+        given,
+        [request.global_shape for request in everything],
+        [request.offset for request in everything],
+        operation="restore",
+    )
+    saved_row = plan.first_rows_of(saved, wanted)
+    in_place = tensors.writable_in_place(given, wanted, strides)
+    _check_memory(directory, everything, in_place)
+    _check_fit(directory, saved, saved_row, wanted, partial, config)
+    in_place &= saved.dtype[saved_row] == wanted.dtype
+    destinations = stage.prepare_destinations(given, in_place, saved.dtype[saved_row])
     restoring = plan.plan_restore(
         saved,
         extents,
@@ -89,7 +104,7 @@ def restore_requests(
         wanted,
         destinations.strides(wanted.ndim, wanted.shape.shape[1]),
         gap_bytes=config.gap_bytes,
-        partial=np.array([request.partial for request in everything], bool),
+        partial=partial,
     )
     read_bytes = _execute(directory, index, engine, restoring, destinations, config)
     destinations.finish()
@@ -162,7 +177,7 @@ def _object_buffers(
                 else plan.similar_keys(key, [*index.object_keys, *index.shards.keys]),
             )
         length = int(index.object_extents.length[row[key]])
-        tensor = providers.new_tensor(DTYPE_NAMES.index("uint8"), [length])
+        tensor = tensors.new_tensor(DTYPE_NAMES.index("uint8"), [length])
         buffers.append(Request(prefix + key, tensor, (length,), (0,)))
     return buffers
 
@@ -185,14 +200,6 @@ def _with_objects(index: Index, prefix: str) -> tuple[ShardTable, Extents]:
     )
 
 
-def _request_table(requests: Sequence[Request]) -> ShardTable:
-    shards = [
-        (request.key, providers.Shard(request.tensor, request.global_shape, request.offset))
-        for request in requests
-    ]
-    return providers.describe(shards)
-
-
 def _check_keys(directory: str, index: Index, requests: Sequence[Request]) -> None:
     known = set(index.shards.keys)
     for request in requests:
@@ -207,26 +214,18 @@ def _check_keys(directory: str, index: Index, requests: Sequence[Request]) -> No
             )
 
 
-def _check_requests(
-    directory: str,
-    saved: ShardTable,
-    requests: Sequence[Request],
-    wanted: ShardTable,
-    config: Config,
-) -> list[Any]:
-    """Refuse what does not fit; returns the saved torch dtype of each request."""
-    first = dict(zip(saved.keys, saved.first_rows().tolist(), strict=True))
-    dtypes = []
-    for number, request in enumerate(requests):
+def _check_memory(directory: str, requests: Sequence[Request], in_place: BoolArray) -> None:
+    """Refuse destinations that cannot hold a value of their own for each element."""
+    for number in np.flatnonzero(~in_place).tolist():
+        request = requests[number]
         operation = f"restore tensor {request.key!r}"
-        row = first[request.key]
-        if not providers.has_memory(request.tensor) and not hasattr(request.tensor, "dequantize"):
+        if not tensors.has_memory(request.tensor) and not hasattr(request.tensor, "dequantize"):
             raise UnsupportedError(
                 operation,
                 expected="a destination with memory of its own",
                 found=f"{type(request.tensor).__name__} on {request.tensor.device}",
             )
-        if stage.shares_elements(request.tensor):
+        if tensors.shares_elements(request.tensor):
             raise StateMismatchError(
                 operation,
                 path=directory,
@@ -234,23 +233,38 @@ def _check_requests(
                 found=f"strides {list(request.tensor.stride())}",
                 cause="an expanded tensor cannot be filled; pass a clone of it",
             )
-        shape = tuple(saved.global_shape[row, : saved.ndim[row]].tolist())
-        if shape != tuple(request.global_shape) and not request.partial:
-            raise StateMismatchError(
-                operation,
-                path=directory,
-                expected=f"global shape {list(request.global_shape)}",
-                found=f"{list(shape)} in the checkpoint",
-            )
-        saved_code, wanted_code = int(saved.dtype[row]), int(wanted.dtype[number])
-        converts = config.allow_dtype_conversion or request.partial
-        if saved_code != wanted_code and not converts:
-            raise StateMismatchError(
-                operation,
-                path=directory,
-                expected=f"dtype {DTYPE_NAMES[wanted_code]}",
-                found=f"{DTYPE_NAMES[saved_code]} in the checkpoint",
-                cause="MEGATRON_URING_ALLOW_DTYPE_CONVERSION=1 converts",
-            )
-        dtypes.append(providers.torch_dtype(saved_code))
-    return dtypes
+
+
+def _check_fit(
+    directory: str,
+    saved: ShardTable,
+    saved_row: npt.NDArray[np.intp],
+    wanted: ShardTable,
+    partial: BoolArray,
+    config: Config,
+) -> None:
+    """Refuse requests whose global shape or dtype is not that of the saved tensor."""
+    width = max(saved.shape.shape[1], wanted.shape.shape[1])
+    shape = widen(saved.global_shape, width, 1)[saved_row]
+    same_shape = (saved.ndim[saved_row] == wanted.ndim) & np.all(
+        shape == widen(wanted.global_shape, width, 1), axis=1
+    )
+    odd_shape = np.flatnonzero(~same_shape & ~partial)
+    converts = partial | config.allow_dtype_conversion
+    odd_dtype = np.flatnonzero((saved.dtype[saved_row] != wanted.dtype) & ~converts)
+    for number in odd_shape[:1].tolist():
+        row = int(saved_row[number])
+        raise StateMismatchError(
+            f"restore tensor {wanted.keys[wanted.tensor[number]]!r}",
+            path=directory,
+            expected=f"global shape {format_box(wanted.global_shape[number], wanted.ndim[number])}",
+            found=f"{format_box(saved.global_shape[row], saved.ndim[row])} in the checkpoint",
+        )
+    for number in odd_dtype[:1].tolist():
+        raise StateMismatchError(
+            f"restore tensor {wanted.keys[wanted.tensor[number]]!r}",
+            path=directory,
+            expected=f"dtype {DTYPE_NAMES[wanted.dtype[number]]}",
+            found=f"{DTYPE_NAMES[saved.dtype[saved_row[number]]]} in the checkpoint",
+            cause="MEGATRON_URING_ALLOW_DTYPE_CONVERSION=1 converts",
+        )

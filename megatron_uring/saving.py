@@ -207,16 +207,16 @@ class Saving:
         file: _engine.File,
         placed: Placed,
         provided: Provided,
-        tensors: stage.HostTensors,
+        host: stage.HostTensors,
     ) -> None:
         """Write this rank's two regions, and, unless a footer follows, sync them."""
         rows = np.flatnonzero(provided.owner)
         shards = provided.shards.take(rows)
         start = placed.region.shard_start + placed.tensor_start
-        boxes = plan.plan_boxes(shards, tensors.strides)
+        boxes = plan.plan_boxes(shards, host.strides)
         head = Superblock(self.save_id, self.number).pack() if self.is_aggregator else None
         with step(self.world, "write subfile"):
-            staged = stage.stage_tensors(tensors, boxes, start, shards.lengths(), head=head)
+            staged = stage.stage_tensors(host, boxes, start, shards.lengths(), head=head)
             self._write_region(
                 engine, file, placed.tensor_start, placed.region.tensor_bytes, staged
             )

@@ -16,13 +16,14 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_uring import _engine
-from megatron_uring.columns import Int64Array, Uint8Array, Uint64Array, byte_strides
+from megatron_uring import _engine, tensors
+from megatron_uring.columns import BoolArray, Int64Array, Uint8Array, Uint64Array
 from megatron_uring.config import Config
 from megatron_uring.errors import StorageError, UnsupportedError
 from megatron_uring.tables import Boxes, Provided, RestorePlan, Staged, no_pieces
@@ -114,20 +115,20 @@ def host_tensors(provided: Provided) -> HostTensors:
     """The owned tensors where they are, or, for those on a device, a copy in host memory."""
     rows = np.flatnonzero(provided.owner)
     strides = provided.strides[rows]
-    alive: list[torch.Tensor] = []
-    for position, row in enumerate(rows.tolist()):
-        tensor = provided.tensors[row]
-        if tensor.device.type != "cpu":
-            tensor = tensor.to("cpu", memory_format=torch.contiguous_format)
-            ndim = provided.shards.ndim[row : row + 1]
-            strides[position] = byte_strides([tensor], ndim, strides.shape[1])[0]
-        alive.append(tensor)
-    address = np.fromiter((tensor.data_ptr() for tensor in alive), np.uint64, len(alive))
-    return HostTensors(address, strides, tuple(alive))
+    alive: list[torch.Tensor] = list(compress(provided.tensors, provided.owner.tolist()))
+    if not tensors.on_host(alive):
+        for position, row in enumerate(rows.tolist()):
+            tensor = alive[position]
+            if not tensor.is_cpu:
+                tensor = tensor.detach().to("cpu", memory_format=torch.contiguous_format)
+                ndim = provided.shards.ndim[row : row + 1]
+                alive[position] = tensor
+                strides[position] = tensors.byte_strides([tensor], ndim, strides.shape[1])[0]
+    return HostTensors(tensors.addresses(alive), strides, tuple(alive))
 
 
 def stage_tensors(
-    tensors: HostTensors,
+    host: HostTensors,
     boxes: Boxes,
     start: Int64Array,
     length: Int64Array,
@@ -138,8 +139,8 @@ def stage_tensors(
 
     `head` is put at offset 0.
     """
-    address = tensors.address
-    alive: tuple[object, ...] = tensors.alive
+    address = host.address
+    alive: tuple[object, ...] = host.alive
     if head is not None:
         view = np.frombuffer(head, np.uint8)
         boxes = _with_head(boxes, len(head))
@@ -220,41 +221,30 @@ class Destinations:
     written: tuple[torch.Tensor, ...]
 
     def strides(self, ndim: Uint8Array, width: int) -> Int64Array:
-        """Byte strides of `written`, int64 [requests, width]; see `tables.byte_strides`."""
-        return byte_strides(self.written, ndim, width)
-
-    def addresses(self) -> npt.NDArray[np.uint64]:
-        """First byte of each of `written`, uint64 [requests]."""
-        return np.fromiter((t.data_ptr() for t in self.written), np.uint64, len(self.written))
+        """Byte strides of `written`, int64 [requests, width]; see `tensors.byte_strides`."""
+        return tensors.byte_strides(self.written, ndim, width)
 
     def finish(self) -> None:
         """Copy the scratch tensors to where they were wanted."""
         with torch.no_grad():
             for given, written in zip(self.given, self.written, strict=True):
                 if given is not written:
-                    given.copy_(written)
+                    given.detach().copy_(written)
 
 
 def prepare_destinations(
-    tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+    given: Sequence[torch.Tensor], in_place: BoolArray, dtype: Uint8Array
 ) -> Destinations:
-    """Destinations for `tensors`, whose saved dtypes are `dtypes`; values already there survive a
-    partial restore.
+    """Destinations for tensors whose saved dtype codes are `dtype`, uint8 [N]; values already there
+    survive a partial restore.
+
+    `in_place` bool [N] says which of them native code may fill as they are
+    (`tensors.writable_in_place`, and of the saved dtype).
     """
-    given, written = [], []
-    for tensor, dtype in zip(tensors, dtypes, strict=True):
-        target = tensor.detach()
-        direct = (
-            type(target) is torch.Tensor
-            and target.device.type == "cpu"
-            and target.layout is torch.strided
-            and target.dtype == dtype
-            and not target.is_conj()
-            and not target.is_neg()
-            and not shares_elements(target)
-        )
-        given.append(target)
-        written.append(target if direct else _scratch(target, dtype))
+    written = list(given)
+    for number in np.flatnonzero(~in_place).tolist():
+        saved_dtype = tensors.torch_dtype(int(dtype[number]))
+        written[number] = _scratch(given[number].detach(), saved_dtype)
     return Destinations(tuple(given), tuple(written))
 
 
@@ -273,14 +263,9 @@ def stage_destinations(
     """Pieces that scatter what the plan reads; `file_number` int32 [pieces] is the place of each
     one's file.
     """
-    address = destinations.addresses()[plan.request] + plan.memory_offset.astype(np.uint64)
+    address = tensors.addresses(destinations.written)[plan.request] + plan.memory_offset.astype(
+        np.uint64
+    )
     everything = np.arange(len(plan.piece_start))
     pieces = _pieces(file_number, plan.piece_start, address, plan.boxes, everything)
     return Staged(pieces, (destinations,))
-
-
-def shares_elements(tensor: torch.Tensor) -> bool:
-    """Whether two elements may lie at one address (an expanded tensor)."""
-    return any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )

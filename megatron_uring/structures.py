@@ -40,16 +40,33 @@ def share_structure(
     if found is not None and lowest == -highest >= 0:
         cache.entries.move_to_end(digest)
         return found.group, found.world
-    parts = aggregate.gather(group, packed)
-    grouped = Structure.concatenate([Structure.unpack(part) for part in parts]) if parts else None
-    parts = aggregate.gather(world, grouped.pack() if grouped is not None else None)
-    everything = None
+    grouped = _gather_structures(group, structure, packed)
+    if group is world:
+        everything = grouped
+    else:
+        rows = b"" if grouped is None else packed if group.size == 1 else grouped.pack()
+        everything = _gather_structures(world, grouped, rows)
     with step(world, "plan save"):
-        if world.rank == 0:
-            everything = Structure.concatenate([Structure.unpack(part) for part in parts])
+        if everything is not None:
             ownership.check_ownership(everything.shards, everything.rank, everything.owner)
     cache.remember(digest, grouped, everything)
     return grouped, everything
+
+
+def _gather_structures(
+    communicator: Communicator, own: Structure | None, packed: bytes
+) -> Structure | None:
+    """Structures of all ranks of `communicator` that have one, as one, on its rank 0; else None."""
+    if communicator.size == 1:
+        return own
+    # rank 0 keeps its own part as it is: what would it learn from unpacking it?
+    sends = communicator.rank != 0
+    parts = [
+        Structure.unpack(part) for part in aggregate.gather(communicator, packed if sends else b"")
+    ]
+    if sends:
+        return None
+    return Structure.concatenate([*([own] if own is not None else []), *parts])
 
 
 @dataclass

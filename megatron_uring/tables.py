@@ -9,7 +9,7 @@ Guarantees
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,119 +20,15 @@ from megatron_uring.columns import (
     BoolArray,
     Int32Array,
     Int64Array,
-    Uint8Array,
     Uint32Array,
-    format_box,
     join,
     pack_arrays,
     pack_keys,
     unpack_arrays,
     unpack_keys,
-    widen,
 )
-from megatron_uring.layout import BLOCK_BYTES, DTYPE_BYTES
-
-
-@dataclass(frozen=True)
-class ShardTable:
-    """Shards as columns, one row each.
-
-    Attributes
-    ----------
-    keys
-        Names of the global tensors that the rows refer to.
-    tensor : int32 [N]
-        Position in `keys`.
-    dtype : uint8 [N]
-        Position in `DTYPE_NAMES`.
-    ndim : uint8 [N]
-    global_shape, offset, shape : int64 [N, D]
-        Of the global tensor, of the shard in it, of the shard. Dimensions past `ndim` hold 1, 0 and
-        1.
-    """
-
-    keys: tuple[str, ...]
-    tensor: Int32Array
-    dtype: Uint8Array
-    ndim: Uint8Array
-    global_shape: Int64Array
-    offset: Int64Array
-    shape: Int64Array
-
-    def __len__(self) -> int:
-        return len(self.tensor)
-
-    def lengths(self) -> Int64Array:
-        """Bytes of each shard, int64 [N]."""
-        count: Int64Array = np.prod(self.shape, axis=1, dtype=np.int64)
-        return count * DTYPE_BYTES[self.dtype]
-
-    def first_rows(self) -> npt.NDArray[np.intp]:
-        """Row of the first shard of each key, intp [keys]; every key has one."""
-        present, first = np.unique(self.tensor, return_index=True)
-        assert len(present) == len(self.keys), "a key without a row"
-        return first
-
-    def take(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> ShardTable:
-        """The same table with only `rows`; keys stay as they are."""
-        return ShardTable(
-            self.keys,
-            self.tensor[rows],
-            self.dtype[rows],
-            self.ndim[rows],
-            self.global_shape[rows],
-            self.offset[rows],
-            self.shape[rows],
-        )
-
-    def compact(self) -> ShardTable:
-        """The same rows without the keys that no row refers to."""
-        used, tensor = np.unique(self.tensor, return_inverse=True)
-        if len(used) == len(self.keys):
-            return self
-        keys = tuple(self.keys[number] for number in used.tolist())
-        return replace(self, keys=keys, tensor=tensor.astype(np.int32))
-
-    @staticmethod
-    def concatenate(tables: Sequence[ShardTable]) -> ShardTable:
-        """One table of all rows; a key that several tables use is kept once."""
-        position: dict[str, int] = {}
-        tensor = []
-        for table in tables:
-            renumber = np.fromiter(
-                (position.setdefault(key, len(position)) for key in table.keys),
-                dtype=np.int32,
-                count=len(table.keys),
-            )
-            tensor.append(renumber[table.tensor] if len(table) else table.tensor)
-        width = max((table.shape.shape[1] for table in tables), default=0)
-        return ShardTable(
-            tuple(position),
-            join(tensor, np.int32),
-            join([table.dtype for table in tables], np.uint8),
-            join([table.ndim for table in tables], np.uint8),
-            join([widen(table.global_shape, width, 1) for table in tables], np.int64, width),
-            join([widen(table.offset, width, 0) for table in tables], np.int64, width),
-            join([widen(table.shape, width, 1) for table in tables], np.int64, width),
-        )
-
-    def columns(self) -> list[npt.NDArray[Any]]:
-        """The table as plain arrays, for `pack_arrays`."""
-        return [
-            *pack_keys(self.keys),
-            self.tensor,
-            self.dtype,
-            self.ndim,
-            self.global_shape,
-            self.offset,
-            self.shape,
-        ]
-
-    @staticmethod
-    def from_columns(columns: Sequence[npt.NDArray[Any]]) -> ShardTable:
-        """Inverse of `columns`."""
-        keys = unpack_keys(columns[0], columns[1])
-        return ShardTable(keys, *columns[2:8])
+from megatron_uring.layout import BLOCK_BYTES
+from megatron_uring.shards import ShardTable
 
 
 @dataclass(frozen=True)
@@ -392,9 +288,3 @@ def no_pieces() -> _engine.Pieces:
     return _engine.Pieces(
         np.zeros(0, np.int32), none, np.zeros(0, np.uint64), none, columns, columns, columns
     )
-
-
-def describe_shard(shards: ShardTable, row: int) -> str:
-    """A row for messages: ``shard [2, 3] at [0, 3]``."""
-    ndim = shards.ndim[row]
-    return f"shard {format_box(shards.shape[row], ndim)} at {format_box(shards.offset[row], ndim)}"

@@ -16,7 +16,7 @@ from megatron_uring import index as index_module
 from megatron_uring.errors import CheckpointError, CorruptionError, NotACheckpointError
 from megatron_uring.index_rules import Index, with_common, without_tensors
 from megatron_uring.layout import BLOCK_BYTES
-from megatron_uring.providers import Shard, describe
+from megatron_uring.providers import Shard, TensorProvider
 from megatron_uring.tables import Extents, Regions
 
 SAVE_ID = "0123456789abcdef"
@@ -41,8 +41,12 @@ def columns(*values, dtype=np.int64):
 
 def make_index(shapes, objects=(), **fields):
     """An index of whole tensors (key, shape) and objects (key, length) in one region."""
-    shards = describe(
-        [(k, Shard(torch.empty(s, dtype=torch.bfloat16), s, (0,) * len(s))) for k, s in shapes]
+    shards = (
+        TensorProvider(
+            (k, Shard(torch.empty(s, dtype=torch.bfloat16), s, (0,) * len(s))) for k, s in shapes
+        )
+        .collect()
+        .shards
     )
     lengths = [*shards.lengths().tolist(), *(length for _, length in objects)]
     starts = 4096 + np.concatenate([[0], np.cumsum([-(-n // 64) * 64 for n in lengths])])

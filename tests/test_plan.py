@@ -12,7 +12,8 @@ from megatron_uring import ownership, plan
 from megatron_uring.errors import StateMismatchError
 from megatron_uring.layout import BLOCK_BYTES, DTYPE_BYTES, DTYPE_NAMES, PAGE_BYTES
 from megatron_uring.ownership import check_ownership
-from megatron_uring.tables import Extents, Regions, ShardTable
+from megatron_uring.shards import ShardTable
+from megatron_uring.tables import Extents, Regions
 
 lengths = st.lists(
     st.one_of(

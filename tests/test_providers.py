@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_uring import providers
+from megatron_uring import tensors
 from megatron_uring.errors import StateMismatchError, UnsupportedError
 from megatron_uring.layout import DTYPE_NAMES
 from megatron_uring.nesting import flatten, unflatten
@@ -20,10 +20,9 @@ from megatron_uring.providers import (
     ObjectProvider,
     Shard,
     TensorProvider,
-    describe,
-    plain_tensor,
     provide_state,
 )
+from megatron_uring.tensors import plain_tensor
 
 
 class Custom:
@@ -148,7 +147,7 @@ def test_columns_have_a_row_for_each_shard_and_a_key_once():
 
 
 def test_prepended_axes_have_size_1():
-    table = describe([("w", Shard(torch.zeros(5), (3, 2, 5), (1, 0, 0)))])
+    table = TensorProvider([("w", Shard(torch.zeros(5), (3, 2, 5), (1, 0, 0)))]).collect().shards
     assert table.shape.tolist() == [[1, 1, 5]]
     assert table.global_shape.tolist() == [[3, 2, 5]]
 
@@ -220,7 +219,7 @@ def test_a_quantized_subclass_is_dequantized():
 
 def test_every_dtype_code_goes_both_ways():
     for code in range(len(DTYPE_NAMES)):
-        assert providers._DTYPE_CODE[providers.torch_dtype(code)] == code
+        assert tensors.DTYPE_CODE[tensors.torch_dtype(code)] == code
 
 
 # -------------------------------------------------------------------------------------------------
@@ -366,7 +365,7 @@ def test_damaged_object_bytes_are_an_error_of_the_family():
 
 
 def test_describing_nothing_gives_empty_columns():
-    table = describe([])
+    table = TensorProvider([]).collect().shards
     assert len(table) == 0 and table.shape.shape == (0, 0) and table.dtype.dtype == np.uint8
 
 

@@ -1,14 +1,19 @@
 """Staging: the engines that are kept, and what native code may write to in place."""
 
+import numpy as np
 import pytest
 import torch
 
-from megatron_uring import Config, StorageError, stage
+from megatron_uring import Config, StorageError, stage, tensors
 from megatron_uring.providers import Shard, TensorProvider
 
 
 def prepare(tensor, dtype=torch.float32):
-    return stage.prepare_destinations([tensor], [dtype])
+    shape = tuple(tensor.shape)
+    table, strides = tensors.describe(["k"], [tensor], [shape], [(0,) * len(shape)])
+    code = np.array([tensors.DTYPE_CODE[dtype]], np.uint8)
+    in_place = tensors.writable_in_place([tensor], table, strides) & (table.dtype == code)
+    return stage.prepare_destinations([tensor], in_place, code)
 
 
 def test_one_engine_is_kept_for_each_set_of_options(config):
@@ -34,13 +39,13 @@ def test_slabs_that_cannot_be_had_are_a_storage_error_that_says_what_to_lower():
 
 
 def test_host_tensors_are_the_owned_ones_where_they_are():
-    tensors = [torch.arange(6).reshape(2, 3).t(), torch.ones(2), torch.ones(3)]
+    owned = [torch.arange(6).reshape(2, 3).t(), torch.ones(2), torch.ones(3)]
     provided = TensorProvider(
         (str(n), Shard(tensor, tuple(tensor.shape), (0,) * tensor.ndim, owner=n != 1))
-        for n, tensor in enumerate(tensors)
+        for n, tensor in enumerate(owned)
     ).collect()
     host = stage.host_tensors(provided)
-    assert host.address.tolist() == [tensors[0].data_ptr(), tensors[2].data_ptr()]
+    assert host.address.tolist() == [owned[0].data_ptr(), owned[2].data_ptr()]
     assert host.strides.tolist() == [[8, 24], [4, 0]]
     assert [tensor.data_ptr() for tensor in host.alive] == host.address.tolist()
 
@@ -58,7 +63,7 @@ def test_host_tensors_are_the_owned_ones_where_they_are():
 )
 def test_plain_destinations_are_written_in_place(tensor):
     destinations = prepare(tensor)
-    assert destinations.addresses().tolist() == [tensor.data_ptr()]
+    assert tensors.addresses(destinations.written).tolist() == [tensor.data_ptr()]
     assert destinations.given[0] is destinations.written[0]
 
 
@@ -102,7 +107,7 @@ def test_a_scratch_tensor_starts_with_the_values_of_its_destination():
     ],
 )
 def test_expanded_tensors_are_told_from_others(tensor, shared):
-    assert stage.shares_elements(tensor) == shared
+    assert tensors.shares_elements(tensor) == shared
 
 
 def test_objects_without_bytes_are_left_out():

@@ -7,28 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from megatron_uring.providers import Shard, describe
-from megatron_uring.tables import (
-    Contents,
-    Extents,
-    Groups,
-    Regions,
-    ShardTable,
-    Structure,
-    no_pieces,
-    pack_arrays,
-    pack_keys,
-    unpack_arrays,
-    unpack_keys,
-    widen,
-)
+from megatron_uring.columns import pack_arrays, pack_keys, unpack_arrays, unpack_keys, widen
+from megatron_uring.providers import Shard, TensorProvider
+from megatron_uring.shards import ShardTable
+from megatron_uring.tables import Contents, Extents, Groups, Regions, Structure, no_pieces
 
 
 def table(*rows):
     """A table from (key, shape); each shard is its whole tensor."""
-    return describe(
-        [(key, Shard(torch.empty(shape), shape, (0,) * len(shape))) for key, shape in rows]
+    provider = TensorProvider(
+        (key, Shard(torch.empty(shape), shape, (0,) * len(shape))) for key, shape in rows
     )
+    return provider.collect().shards
 
 
 def same(left, right):

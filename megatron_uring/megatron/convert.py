@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_uring import providers
+from megatron_uring import providers, tensors
 from megatron_uring.errors import CheckpointError, StateMismatchError, UnsupportedError
 from megatron_uring.index_rules import Index
 from megatron_uring.providers import Shard
@@ -121,7 +121,7 @@ def tensors_metadata(index: Index) -> dict[str, ShardedTensor]:
         key = shards.keys[number]
         if key not in found:
             shape = shards.global_shape[row, : shards.ndim[row]].tolist()
-            dtype = providers.torch_dtype(int(shards.dtype[row]))
+            dtype = tensors.torch_dtype(int(shards.dtype[row]))
             whole = torch.empty(shape, dtype=dtype, device="meta")
             found[key] = ShardedTensor.from_rank_offsets(key, whole).without_data()
     return found

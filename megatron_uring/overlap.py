@@ -1,0 +1,97 @@
+"""Overlap: which boxes of one table meet which boxes of another.
+
+Guarantees
+----------
+- Pure; numpy columns only. Every pair of boxes of the same tensor that share an element is found;
+  most pairs that do not are never looked at: time and memory follow the number of pairs that meet
+  along the dimension in which the tensor is cut most, not the product of both tables.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_uring.columns import Int64Array
+from megatron_uring.shards import ShardTable
+
+# All tensors are laid end to end on one axis; past this it would not fit into 64 bits.
+_AXIS_LIMIT = 1 << 62
+
+
+def tensor_numbers(saved: ShardTable, wanted: ShardTable) -> Int64Array:
+    """Place of each wanted row's key among those of `saved`, int64 [wanted]; all are there."""
+    if saved.keys == wanted.keys:
+        return wanted.tensor.astype(np.int64)
+    position = dict(zip(saved.keys, range(len(saved.keys)), strict=True))
+    number = np.fromiter(map(position.__getitem__, wanted.keys), np.int64, len(wanted.keys))
+    return number[wanted.tensor] if len(wanted) else np.zeros(0, np.int64)
+
+
+def candidate_pairs(saved: ShardTable, wanted: ShardTable) -> tuple[Int64Array, Int64Array]:
+    """Pairs (wanted row, saved row) of the same tensor that may share an element, int64 [P] each,
+    in order of the wanted row.
+
+    Every pair that does is among them. Both tables have the same number of dimensions.
+    """
+    tensor = tensor_numbers(saved, wanted)
+    if not len(wanted) or not len(saved):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    begin, end, low, high = _on_one_axis(saved, wanted, tensor)
+    if (np.diff(begin) >= 0).all():
+        order = np.arange(len(begin))
+    else:
+        order = np.argsort(begin, kind="stable")
+        begin, end = begin[order], end[order]
+    # Shards may nest: the furthest end so far is what rises with the position.
+    reach = np.maximum.accumulate(end)
+    first = _search(reach, low, "right")
+    counts = np.maximum(_search(begin, high, "left") - first, 0)
+    request = np.repeat(np.arange(len(wanted), dtype=np.int64), counts)
+    within = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return request, order[np.repeat(first, counts) + within].astype(np.int64)
+
+
+def _on_one_axis(
+    saved: ShardTable, wanted: ShardTable, tensor: Int64Array
+) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+    """Begin and end of each saved and of each wanted box on one axis, on which no two tensors meet.
+
+    Of each tensor the axis shows the dimension that its first shard cuts into most parts.
+    """
+    row = saved.first_rows()
+    extent = saved.global_shape[row]
+    parts = extent // np.maximum(saved.shape[row], 1)
+    if not extent.shape[1]:  # no dimension at all: one element each
+        base = np.arange(len(row), dtype=np.int64)
+        return base[saved.tensor], base[saved.tensor] + 1, base[tensor], base[tensor] + 1
+    cut = np.argmax(parts, axis=1)
+    # A wanted box may reach beyond the saved tensor (partial restores), on both sides.
+    room = np.take_along_axis(extent, cut[:, None], axis=1)[:, 0]
+    if float(np.sum(room, dtype=np.float64)) + len(room) >= _AXIS_LIMIT:
+        room = np.ones(len(room), np.int64)  # compare all with all
+        cut = np.full(len(room), -1)
+    base = np.cumsum(room + 1) - (room + 1)  # apart, so that no empty box lies in another tensor
+
+    def placed(table: ShardTable, number: Int64Array) -> tuple[Int64Array, Int64Array]:
+        chosen, limit, start = cut[number], room[number], base[number]
+        begin, end = np.zeros(len(number), np.int64), limit.copy()
+        for dimension in range(table.shape.shape[1]):
+            here = chosen == dimension
+            offset = table.offset[:, dimension]
+            stop = np.clip(offset + table.shape[:, dimension], 0, limit)
+            begin = np.where(here, np.clip(offset, 0, limit), begin)
+            end = np.where(here, stop, end)
+        return start + begin, start + end
+
+    return *placed(saved, saved.tensor), *placed(wanted, tensor)
+
+
+def _search(axis: Int64Array, values: Int64Array, side: str) -> npt.NDArray[np.intp]:
+    """`np.searchsorted`, with the values in order: a random one misses the cache at each step."""
+    if (np.diff(values) >= 0).all():
+        return np.searchsorted(axis, values, side)  # type: ignore[call-overload, no-any-return]
+    order = np.argsort(values)
+    found = np.empty(len(values), np.intp)
+    found[order] = np.searchsorted(axis, values[order], side)  # type: ignore[call-overload]
+    return found
