@@ -1,5 +1,5 @@
-// The Python face of the engine; the only file that knows Python. The interface is
-// megatron_uring/_engine.pyi.
+// The Python face of the engine; with bindings.hpp the only file that knows Python. The interface
+// is megatron_uring/_engine.pyi.
 //
 // 1. Every call that can block releases the GIL. Waiting wakes up to look for signals, so Ctrl-C
 //    works.
@@ -9,92 +9,20 @@
 //    strerror and filename.
 // 4. Arrays are copied before a call returns; only the addresses in Pieces are borrowed, until the
 //    job is done.
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+#include "bindings.hpp"
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <stdexcept>
 
 #include "checksum.hpp"
 #include "engine.hpp"
 #include "ring.hpp"
 
-namespace py = pybind11;
-
-namespace megatron_uring {
-// An argument that is str, bytes or os.PathLike.
-struct Path {
-    std::string name;
-};
-}  // namespace megatron_uring
-
-template <>
-struct py::detail::type_caster<megatron_uring::Path> {
-    PYBIND11_TYPE_CASTER(megatron_uring::Path, const_name("str | bytes | os.PathLike"));
-    bool load(py::handle source, bool) {
-        PyObject* bytes = nullptr;
-        if (PyUnicode_FSConverter(source.ptr(), &bytes) == 0) throw py::error_already_set();
-        value.name = std::string(py::reinterpret_steal<py::bytes>(bytes));
-        return true;
-    }
-};
-
 namespace megatron_uring {
 namespace {
 
 constexpr auto without_gil = py::call_guard<py::gil_scoped_release>();
-
-// ---- conversions ----
-
-py::object path_to(const std::string& path) {
-    return py::reinterpret_steal<py::object>(
-        PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<py::ssize_t>(path.size())));
-}
-
-template <class T>
-py::array_t<T, py::array::c_style> array_from(const py::object& object, const char* name,
-                                              py::ssize_t dimensions) {
-    const auto reject = [name](const std::string& what) {
-        throw std::invalid_argument(std::string(name) + " " + what);
-    };
-    if (!py::isinstance<py::array>(object)) reject("is not a numpy array");
-    const auto array = py::reinterpret_borrow<py::array>(object);
-    if (!array.dtype().equal(py::dtype::of<T>())) {
-        reject("has dtype " + std::string(py::str(array.dtype())) + ", not " +
-               std::string(py::str(py::dtype::of<T>())));
-    }
-    if (array.ndim() != dimensions) {
-        reject("has " + std::to_string(array.ndim()) + " dimensions, not " +
-               std::to_string(dimensions));
-    }
-    return py::array_t<T, py::array::c_style>::ensure(array);
-}
-
-template <class T>
-py::array_t<T> array_to(const std::vector<T>& values) {
-    return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
-}
-
-// A contiguous read-only view of any buffer; holds the export open.
-class ContiguousBuffer {
-  public:
-    explicit ContiguousBuffer(const py::object& object) {
-        if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_ANY_CONTIGUOUS) != 0) {
-            throw py::error_already_set();
-        }
-    }
-    ~ContiguousBuffer() { PyBuffer_Release(&view_); }
-    ContiguousBuffer(const ContiguousBuffer&) = delete;
-    ContiguousBuffer& operator=(const ContiguousBuffer&) = delete;
-    const std::uint8_t* data() const { return static_cast<const std::uint8_t*>(view_.buf); }
-    std::int64_t length() const { return view_.len; }
-
-  private:
-    Py_buffer view_ = {};
-};
 
 void translate_error(std::exception_ptr pointer) {
     try {
@@ -224,7 +152,8 @@ JobHandle start_write(const std::shared_ptr<Engine>& engine, const File& file, s
 JobHandle start_read(const std::shared_ptr<Engine>& engine, const std::vector<const File*>& files,
                      const py::object& file_number, const py::object& start,
                      const py::object& length, std::shared_ptr<PieceTable> pieces,
-                     const py::object& expected) {
+                     const py::object& expected, std::shared_ptr<NodeCache> cache,
+                     std::vector<std::uint64_t> file_keys) {
     const auto numbers = array_from<std::int32_t>(file_number, "file_number", 1);
     const auto starts = array_from<std::int64_t>(start, "start", 1);
     const auto lengths = array_from<std::int64_t>(length, "length", 1);
@@ -245,8 +174,8 @@ JobHandle start_read(const std::shared_ptr<Engine>& engine, const std::vector<co
         checksums.emplace(values.data(), values.data() + values.shape(0));
     }
     const py::gil_scoped_release release;
-    return {engine,
-            engine->read(files, std::move(ranges), std::move(pieces), std::move(checksums))};
+    return {engine, engine->read(files, std::move(ranges), std::move(pieces), std::move(checksums),
+                                 {std::move(cache), std::move(file_keys)})};
 }
 
 // ---- module ----
@@ -265,6 +194,21 @@ void bind_memory(py::module_& module) {
         .def_property_readonly("slab_count", &SlabPool::slab_count)
         .def_property_readonly("free_count", &SlabPool::free_count)
         .def_property_readonly("allocate_s", &SlabPool::allocate_s);
+}
+
+void bind_node_cache(py::module_& module) {
+    py::class_<NodeCache, std::shared_ptr<NodeCache>>(module, "NodeCache", py::is_final())
+        .def(py::init([](const Path& path, std::int64_t slot_bytes, std::int64_t slot_count) {
+                 return NodeCache::open(path.name, slot_bytes, slot_count);
+             }),
+             py::arg("path"), py::arg("slot_bytes"), py::arg("slot_count"), without_gil)
+        .def_property_readonly("slot_bytes", &NodeCache::slot_bytes);
+    module.def(
+        "sweep_node_caches",
+        [](const Path& directory, const std::string& prefix) {
+            sweep_node_caches(directory.name, prefix);
+        },
+        py::arg("directory"), py::arg("prefix"), without_gil);
 }
 
 void bind_file(py::module_& module) {
@@ -300,6 +244,8 @@ void bind_engine(py::module_& module) {
         .def_property_readonly("bytes_total",
                                [](const JobHandle& h) { return h.job->bytes_total(); })
         .def_property_readonly("bytes_done", [](const JobHandle& h) { return h.job->bytes_done(); })
+        .def_property_readonly("bytes_shared",
+                               [](const JobHandle& h) { return h.job->bytes_shared(); })
         .def_property_readonly("copy_s", [](const JobHandle& h) { return h.job->copy_s(); })
         .def_property_readonly("checksum_s", [](const JobHandle& h) { return h.job->checksum_s(); })
         .def("checksums", &JobHandle::checksums);
@@ -312,7 +258,9 @@ void bind_engine(py::module_& module) {
         .def("write", &start_write, py::arg("file"), py::arg("start"), py::arg("length"),
              py::arg("pieces").none(false))
         .def("read", &start_read, py::arg("files"), py::arg("file_number"), py::arg("start"),
-             py::arg("length"), py::arg("pieces").none(false), py::arg("expected"))
+             py::arg("length"), py::arg("pieces").none(false), py::arg("expected"),
+             py::arg("cache") = std::shared_ptr<NodeCache>(),
+             py::arg("file_keys") = std::vector<std::uint64_t>())
         .def(
             "sync",
             [](const std::shared_ptr<Engine>& engine, const File& file) -> JobHandle {
@@ -391,6 +339,7 @@ PYBIND11_MODULE(_engine, module) {
         },
         py::arg("data"), py::arg("value") = 0);
     bind_memory(module);
+    bind_node_cache(module);
     bind_file(module);
     bind_engine(module);
     bind_commit_operations(module);

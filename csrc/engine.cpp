@@ -14,6 +14,8 @@ namespace megatron_uring {
 namespace {
 
 constexpr std::int64_t write_alignment_bytes = 4096;
+// How often to ask for a chunk that another process reads, which takes it milliseconds.
+constexpr std::chrono::microseconds deferred_poll{300};
 
 void require_bound(std::int64_t value, std::int64_t limit, const char* name) {
     if (value < 1 || value > limit) {
@@ -139,7 +141,8 @@ std::shared_ptr<Job> Engine::write(const File& file, std::int64_t start, std::in
 
 std::shared_ptr<Job> Engine::read(const std::vector<const File*>& files, std::vector<Range> ranges,
                                   std::shared_ptr<const PieceTable> pieces,
-                                  std::optional<std::vector<std::uint32_t>> expected) {
+                                  std::optional<std::vector<std::uint32_t>> expected,
+                                  Sharing sharing) {
     stamp_.require_owner("engine");
     if (pieces->max_file_number() >= static_cast<std::int64_t>(files.size())) {
         throw std::invalid_argument("pieces name a file_number that is not in files");
@@ -148,7 +151,7 @@ std::shared_ptr<Job> Engine::read(const std::vector<const File*>& files, std::ve
     descriptors.reserve(files.size());
     for (const File* file : files) descriptors.push_back(file->descriptor());
     auto job = std::make_shared<Job>(Operation::read, std::move(descriptors), std::move(ranges),
-                                     std::move(pieces), std::move(expected));
+                                     std::move(pieces), std::move(expected), std::move(sharing));
     start(job);
     return job;
 }
@@ -229,7 +232,12 @@ void Engine::work() noexcept {
             continue;
         }
         if (stopping_) return;
-        work_available_.wait(lock);
+        if (deferred_.empty()) {
+            work_available_.wait(lock);
+        } else {
+            work_available_.wait_for(lock, deferred_poll);
+            retry_deferred(lock);
+        }
     }
 }
 
@@ -246,7 +254,7 @@ bool Engine::advance_one(std::unique_lock<std::mutex>& lock) {
     // Reads are started before landed ones are scattered, or the disk would idle meanwhile; writes
     // are filled after, because that takes long and scattering frees slabs.
     if (std::unique_ptr<Request> request = next_request_locked(Operation::read)) {
-        return unlocked([&] { backend_->submit(std::move(request)); });
+        return unlocked([&] { issue(std::move(request)); });
     }
     if (!landed_.empty()) {
         std::unique_ptr<Request> request = landed_.pop_front();
@@ -292,10 +300,13 @@ std::unique_ptr<Request> Engine::next_request_locked(Operation operation) {
 void Engine::cut_locked(Request& request) noexcept {
     Job& job = *request.job;
     const Range& range = job.ranges_[job.next_range_];
+    request.cut_at = Request::Clock::now();
     request.range_number = job.next_range_;
     request.descriptor = job.files_[static_cast<std::size_t>(range.file_number)].get();
     request.file_offset = range.start + job.next_offset_;
-    request.length = std::min(pool_->slab_bytes(), range.length - job.next_offset_);
+    // With others to share with, chunks end where theirs do, wherever a range begins.
+    const std::int64_t head = job.sharing_.cache ? request.file_offset % pool_->slab_bytes() : 0;
+    request.length = std::min(pool_->slab_bytes() - head, range.length - job.next_offset_);
     request.first_block = job.first_blocks_[job.next_range_] +
                           static_cast<std::size_t>(job.next_offset_ / block_bytes);
     ++job.in_flight_;
@@ -306,6 +317,27 @@ void Engine::cut_locked(Request& request) noexcept {
         job.next_offset_ = 0;
     }
     if (job.next_range_ == job.ranges_.size()) waiting_.pop_front();
+}
+
+// A read: from the node's cache, later if another process is at it, or from the file.
+void Engine::issue(std::unique_ptr<Request> request) noexcept {
+    const bool patient = Request::Clock::now() - request->cut_at < NodeCache::claim_limit;
+    const NodeCache::Outcome outcome = request->look_in_cache(patient);
+    if (outcome == NodeCache::Outcome::absent) return backend_->submit(std::move(request));
+    if (outcome == NodeCache::Outcome::copied) return land_later(std::move(request));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    deferred_.push_back(std::move(request));
+}
+
+void Engine::retry_deferred(std::unique_lock<std::mutex>& lock) noexcept {
+    RequestQueue asked;
+    while (!deferred_.empty()) asked.push_back(deferred_.pop_front());
+    lock.unlock();
+    while (!asked.empty()) {
+        std::unique_ptr<Request> request = asked.pop_front();
+        request->job->stopped() ? retire(std::move(request)) : issue(std::move(request));
+    }
+    lock.lock();
 }
 
 void Engine::fill(std::unique_ptr<Request> request) noexcept {
@@ -320,16 +352,19 @@ void Engine::fill(std::unique_ptr<Request> request) noexcept {
 void Engine::finished(std::unique_ptr<Request> request) noexcept {
     Job& job = *request->job;
     if (request->operation == Operation::read && !job.stopped()) {
-        {
-            const std::lock_guard<std::mutex> lock(mutex_);
-            ++progress_count_;
-            landed_.push_back(std::move(request));
-        }
-        work_available_.notify_one();
-        return;
+        return land_later(std::move(request));
     }
     if (!job.stopped()) job.bytes_done_ += request->length;
     retire(std::move(request));
+}
+
+void Engine::land_later(std::unique_ptr<Request> request) noexcept {
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        ++progress_count_;
+        landed_.push_back(std::move(request));
+    }
+    work_available_.notify_one();
 }
 
 void Engine::retire(std::unique_ptr<Request> request) noexcept {

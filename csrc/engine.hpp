@@ -52,7 +52,7 @@ class Engine final : private RequestSink, private SlabListener {
                                std::shared_ptr<const PieceTable> pieces);
     std::shared_ptr<Job> read(const std::vector<const File*>& files, std::vector<Range> ranges,
                               std::shared_ptr<const PieceTable> pieces,
-                              std::optional<std::vector<std::uint32_t>> expected);
+                              std::optional<std::vector<std::uint32_t>> expected, Sharing sharing);
     std::shared_ptr<Job> sync(const File& file);
 
     bool wait(const Job& job, double timeout_s) const;
@@ -70,6 +70,9 @@ class Engine final : private RequestSink, private SlabListener {
     bool drop_stopped(std::unique_lock<std::mutex>& lock) noexcept;
     std::unique_ptr<Request> next_request_locked(Operation operation);
     void cut_locked(Request& request) noexcept;
+    void issue(std::unique_ptr<Request> request) noexcept;
+    void retry_deferred(std::unique_lock<std::mutex>& lock) noexcept;
+    void land_later(std::unique_ptr<Request> request) noexcept;
     void fill(std::unique_ptr<Request> request) noexcept;
     void retire(std::unique_ptr<Request> request) noexcept;
     void enlist_locked(const std::shared_ptr<Job>& job, bool waits);
@@ -88,6 +91,7 @@ class Engine final : private RequestSink, private SlabListener {
     std::condition_variable work_available_;
     std::condition_variable idle_;
     std::deque<std::shared_ptr<Job>> waiting_;  // jobs with chunks that have not been started
+    RequestQueue deferred_;                     // reads that another process of the node does
     RequestQueue landed_;                       // reads to verify and scatter
     std::vector<std::shared_ptr<Job>> live_;    // jobs that are not done
     std::uint64_t progress_count_ = 0;

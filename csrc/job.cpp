@@ -32,12 +32,13 @@ void check_range(const Range& range, std::size_t file_count, std::size_t number)
 
 Job::Job(Operation operation, std::vector<std::shared_ptr<Descriptor>> files,
          std::vector<Range> ranges, std::shared_ptr<const PieceTable> pieces,
-         std::optional<std::vector<std::uint32_t>> expected)
+         std::optional<std::vector<std::uint32_t>> expected, Sharing sharing)
     : operation_(operation),
       files_(std::move(files)),
       ranges_(std::move(ranges)),
       pieces_(std::move(pieces)),
-      expected_(std::move(expected)) {
+      expected_(std::move(expected)),
+      sharing_(std::move(sharing)) {
     std::size_t blocks = 0;
     first_blocks_.reserve(ranges_.size());
     for (std::size_t i = 0; i < ranges_.size(); ++i) {
@@ -51,6 +52,9 @@ Job::Job(Operation operation, std::vector<std::shared_ptr<Descriptor>> files,
     if (expected_ && expected_->size() != blocks) {
         throw std::invalid_argument("expected has " + std::to_string(expected_->size()) +
                                     " checksums for " + std::to_string(blocks) + " blocks");
+    }
+    if (sharing_.cache && (!expected_ || sharing_.file_keys.size() != files_.size())) {
+        throw std::invalid_argument("sharing needs expected checksums and a key for each file");
     }
     checksums_.resize(blocks);
 }

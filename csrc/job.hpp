@@ -22,6 +22,7 @@
 #include "copy.hpp"
 #include "error.hpp"
 #include "file.hpp"
+#include "node_cache.hpp"
 #include "recorder.hpp"
 
 namespace megatron_uring {
@@ -39,11 +40,17 @@ struct BadBlock {
     std::uint32_t found;
 };
 
+// What a read shares with other processes of the node.
+struct Sharing {
+    std::shared_ptr<NodeCache> cache;      // null: nothing
+    std::vector<std::uint64_t> file_keys;  // of each file, as in ChunkKey
+};
+
 class Job {
   public:
     Job(Operation operation, std::vector<std::shared_ptr<Descriptor>> files,
         std::vector<Range> ranges, std::shared_ptr<const PieceTable> pieces,
-        std::optional<std::vector<std::uint32_t>> expected);
+        std::optional<std::vector<std::uint32_t>> expected, Sharing sharing = {});
 
     bool done() const noexcept { return done_.load(std::memory_order_acquire); }
     // Whether to start nothing more: it has failed or was cancelled.
@@ -63,6 +70,8 @@ class Job {
 
     std::int64_t bytes_total() const noexcept { return bytes_total_; }
     std::int64_t bytes_done() const noexcept { return bytes_done_.load(std::memory_order_relaxed); }
+    // Of bytes_done: what came from another process of the node.
+    std::int64_t bytes_shared() const noexcept { return bytes_shared_.load(); }
     double copy_s() const noexcept { return static_cast<double>(copy_ns_.load()) * 1e-9; }
     double checksum_s() const noexcept { return static_cast<double>(checksum_ns_.load()) * 1e-9; }
     const std::vector<std::uint32_t>& checksums() const noexcept { return checksums_; }
@@ -82,6 +91,7 @@ class Job {
     std::vector<std::size_t> first_blocks_;  // of each range, in checksums_
     const std::shared_ptr<const PieceTable> pieces_;
     const std::optional<std::vector<std::uint32_t>> expected_;
+    const Sharing sharing_;
     std::int64_t bytes_total_ = 0;
 
     // Guarded by the engine's mutex: what has not been started yet, and what is in flight.
@@ -91,6 +101,7 @@ class Job {
 
     std::atomic<std::int64_t> bytes_done_{0};
     std::atomic<std::int64_t> bytes_scattered_{0};
+    std::atomic<std::int64_t> bytes_shared_{0};
     std::atomic<std::int64_t> copy_ns_{0};
     std::atomic<std::int64_t> checksum_ns_{0};
     std::vector<std::uint32_t> checksums_;  // each element has one writer: the request of its block

@@ -74,9 +74,23 @@ void Request::fill() noexcept {
     job->checksum_ns_ += nanoseconds(checking);
 }
 
+NodeCache::Outcome Request::look_in_cache(bool patient) noexcept {
+    const Sharing& sharing = job->sharing_;
+    if (!sharing.cache) return NodeCache::Outcome::absent;
+    const auto file = static_cast<std::size_t>(job->ranges_[range_number].file_number);
+    const ChunkKey key = {sharing.file_keys[file], file_offset, length};
+    const std::uint32_t* const expected = job->expected_->data() + first_block;
+    NodeCache::Answer answer = sharing.cache->look(key, expected, slab.data(), patient);
+    claim_ = std::move(answer.claim);
+    verified_ = answer.outcome == NodeCache::Outcome::copied;
+    if (verified_) job->bytes_shared_ += length;
+    return answer.outcome;
+}
+
 void Request::land() noexcept {
     const auto begin = Clock::now();
     Clock::duration checking{0};
+    intact_ = true;
     try {
         for (std::int64_t at = 0; at < length && !job->stopped(); at += block_bytes) {
             land_block(at, checking);
@@ -84,6 +98,7 @@ void Request::land() noexcept {
     } catch (...) {
         job->fail(std::current_exception());
     }
+    if (claim_ && intact_ && !job->stopped()) claim_.publish(slab.data(), length);
     job->copy_ns_ += nanoseconds(Clock::now() - begin - checking);
     job->checksum_ns_ += nanoseconds(checking);
     if (!job->stopped()) job->bytes_done_ += length;
@@ -92,13 +107,15 @@ void Request::land() noexcept {
 void Request::land_block(std::int64_t at, Clock::duration& checking) {
     const Window block = {job->ranges_[range_number].file_number, file_offset + at,
                           std::min(block_bytes, length - at), slab.data() + at};
-    const auto begin = Clock::now();
-    const std::uint32_t found = crc32c(block.slab, block.length);
-    checking += Clock::now() - begin;
     const std::size_t number = block_number(at);
+    const auto begin = Clock::now();
+    const std::uint32_t found =
+        verified_ ? (*job->expected_)[number] : crc32c(block.slab, block.length);
+    checking += Clock::now() - begin;
     job->checksums_[number] = found;
     const std::uint32_t expected = job->expected_ ? (*job->expected_)[number] : found;
     if (found != expected) {
+        intact_ = false;
         const std::lock_guard<std::mutex> lock(job->mutex_);
         job->bad_blocks_.push_back(
             {static_cast<std::int64_t>(range_number), block.start, expected, found});

@@ -38,6 +38,8 @@ struct Request {
     // Write: copies the pieces into the slab and computes the checksums. Ends early if the job has
     // been stopped.
     void fill() noexcept;
+    // Read: whether the chunk came from the node's cache; if not, whether it has to be read now.
+    NodeCache::Outcome look_in_cache(bool patient) noexcept;
     // Read: verifies the blocks of the slab and scatters them.
     void land() noexcept;
 
@@ -54,6 +56,7 @@ struct Request {
     std::int64_t length = 0;
     std::size_t first_block = 0;
 
+    Clock::time_point cut_at;       // when the chunk was cut from its range
     Step step;                      // as prepare() left it
     Clock::time_point due;          // of the backend: when the pause of the step is over
     std::unique_ptr<Request> next;  // of the queue that holds the request
@@ -66,6 +69,9 @@ struct Request {
     Outcome retry_or_fail(int error, bool pause) noexcept;
     void fail(int error) noexcept;
 
+    NodeCache::Claim claim_;  // to offer the chunk to other processes
+    bool verified_ = false;   // came from the cache, which checks
+    bool intact_ = true;      // no bad block was found
     std::int64_t done_bytes_ = 0;
     // Where the step in flight began: done_bytes_, aligned down if direct.
     std::int64_t resume_bytes_ = 0;

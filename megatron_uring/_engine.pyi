@@ -12,6 +12,7 @@ Guarantees
   more.
 """
 
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
@@ -76,6 +77,23 @@ class SlabPool:
         """Seconds that mapping and first touch took."""
 
 @final
+class NodeCache:
+    """Chunks read by one process of the node, for the others (`csrc/node_cache.hpp`).
+
+    Attaches to the cache at `path`, a file in shared memory, or makes it; lets go of it when it is
+    collected, and removes it then if nobody else holds it. OSError where it cannot be had.
+    `slot_bytes` is a multiple of 1 MiB, `slot_count` from 1 to 1024; both the same in every
+    process.
+    """
+
+    def __init__(self, path: str, slot_bytes: int, slot_count: int) -> None: ...
+    @property
+    def slot_bytes(self) -> int: ...
+
+def sweep_node_caches(directory: str, prefix: str) -> None:
+    """Remove caches whose names begin with `prefix` and that no process holds."""
+
+@final
 class File:
     """Owner of one descriptor. `direct` says whether O_DIRECT is in force after all fallbacks."""
 
@@ -127,6 +145,10 @@ class Job:
     def bytes_total(self) -> int: ...
     @property
     def bytes_done(self) -> int: ...
+    @property
+    def bytes_shared(self) -> int:
+        """Of a read: bytes that came from another process of the node."""
+
     @property
     def copy_s(self) -> float:
         """Thread seconds spent copying between tensors and slabs."""
@@ -184,6 +206,8 @@ class Engine:
         length: npt.NDArray[np.int64],
         pieces: Pieces,
         expected: npt.NDArray[np.uint32] | None,
+        cache: NodeCache | None = None,
+        file_keys: Sequence[int] = (),
     ) -> Job:
         """Read ranges and scatter them to the pieces that they hold.
 
@@ -191,6 +215,10 @@ class Engine:
         of each range, in order, or is None. A slab whose checksum differs is not scattered;
         `bad_blocks` of the job names the block and the job goes on. A file that ends early fails
         the job with ENODATA, naming path and offset.
+
+        With a `cache`, chunks that other processes of the node read are taken from there and those
+        read here are offered; `file_keys` has the number of each file there, the same in every
+        process and of no other file. It needs `expected`.
         """
 
     def sync(self, file: File) -> Job:

@@ -15,7 +15,6 @@ Guarantees
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +25,7 @@ from megatron_uring.config import Config
 from megatron_uring.errors import StateMismatchError
 from megatron_uring.index_rules import Index
 from megatron_uring.nesting import flatten, unflatten
-from megatron_uring.progress import step, together
+from megatron_uring.progress import Clock, step, together
 from megatron_uring.restoring import Request, restore_requests
 from megatron_uring.saving import Saving
 
@@ -49,7 +48,11 @@ class Report:
     engine, communicator, aggregation
         What ran, and why.
     direct
-        Whether O_DIRECT was in force on this rank's subfile.
+        Whether O_DIRECT was in force on this rank's subfile (save).
+    shared_bytes
+        What other ranks of the node had read already (restore), beyond `file_bytes`.
+    copy_s, checksum_s
+        Seconds of the native threads, beside the reading (restore).
     """
 
     directory: str
@@ -63,6 +66,9 @@ class Report:
     communicator: str = ""
     aggregation: str = ""
     direct: bool = False
+    shared_bytes: int = 0
+    copy_s: float = 0.0
+    checksum_s: float = 0.0
 
 
 _last: dict[str, Report] = {}
@@ -156,9 +162,12 @@ def restore(
     """
     if isinstance(keys, str):
         raise StateMismatchError("restore keys", expected="a list of keys", found=repr(keys))
+    clock = Clock()
     directory = commit.resolve_latest(os.fspath(directory))
     index = index_module.read_index(directory)
+    clock.lap("index")
     leaves = dict(flatten(state)) if state is not None else _empty_leaves(index, keys)
+    clock.lap("allocate")
     requests, object_keys = [], []
     for key, leaf in leaves.items():
         if isinstance(leaf, providers.Shard):
@@ -168,7 +177,9 @@ def restore(
             requests.append(Request(key, leaf, shape, (0,) * len(shape)))
         else:
             object_keys.append(key)
-    objects = restore_into(directory, requests, object_keys, index=index, config=config)
+    objects = restore_into(
+        directory, requests, object_keys, index=index, config=config, clock=clock
+    )
     filled = {
         key: leaf.tensor if isinstance(leaf, providers.Shard) else objects.get(key, leaf)
         for key, leaf in leaves.items()
@@ -183,27 +194,36 @@ def restore_into(
     *,
     index: Index | None = None,
     config: Config | None = None,
+    clock: Clock | None = None,
 ) -> dict[str, Any]:
     """Fill the tensors of `requests` in place and return the objects by key; not collective.
+
+    `clock` has been running since the caller's work for it began; default: from now on.
 
     Raises
     ------
     CheckpointError
         As `restore`.
     """
-    began = time.perf_counter()
+    clock = clock or Clock()
     config = config or Config.from_environment()
     index = index or index_module.read_index(directory)
+    clock.lap("index")
     engine = stage.open_engine(config)
-    restored = restore_requests(directory, index, requests, object_keys, engine, config)
+    clock.lap("allocate")
+    restored = restore_requests(directory, index, requests, object_keys, engine, config, clock)
     _last["restore"] = Report(
         directory,
         index.save_id,
         restored.state_bytes,
         restored.read_bytes,
         restored.files,
-        time.perf_counter() - began,
+        clock.seconds,
+        dict(clock.phases_s),
         engine=engine.reason,
+        shared_bytes=restored.shared_bytes,
+        copy_s=restored.copy_s,
+        checksum_s=restored.checksum_s,
     )
     return restored.objects
 

@@ -86,6 +86,11 @@ class Config:
     copy_threads: int = _option(1, "threads that fill, verify and scatter slabs")
     gap_bytes: int = _option(4 * MEBIBYTE, "unneeded bytes read to join two ranges")
     timeout_s: float = _option(600.0, "longest wait without any progress, in seconds")
+    node_sharing: str = _option(
+        "auto",
+        "on load, read what several ranks of a node need once, through shared memory",
+        ("auto", "on", "off"),
+    )
     verify_first: bool = _option(
         False, "on load, check every needed block before the first tensor is touched"
     )

@@ -84,7 +84,7 @@ def _on_one_axis(
             end = np.where(here, stop, end)
         return start + begin, start + end
 
-    return *placed(saved, saved.tensor), *placed(wanted, tensor)
+    return *placed(saved, saved.tensor.astype(np.int64)), *placed(wanted, tensor)
 
 
 def _search(axis: Int64Array, values: Int64Array, side: str) -> npt.NDArray[np.intp]:

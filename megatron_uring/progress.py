@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from megatron_uring import _engine
 from megatron_uring.comm import Communicator
@@ -23,6 +24,24 @@ from megatron_uring.errors import CheckpointError, StorageError, as_checkpoint_e
 _POLL_S = 0.05
 _GRACE_S = 5.0
 _held: dict[object, object] = {}
+
+
+@dataclass
+class Clock:
+    """Seconds since a save or restore began, and how they divide."""
+
+    began: float = field(default_factory=time.perf_counter)
+    phases_s: dict[str, float] = field(default_factory=dict)
+
+    def lap(self, phase: str) -> None:
+        """End a phase; one that comes again goes on."""
+        spent_s = time.perf_counter() - self.began - sum(self.phases_s.values())
+        self.phases_s[phase] = self.phases_s.get(phase, 0.0) + spent_s
+
+    @property
+    def seconds(self) -> float:
+        """All of it so far."""
+        return time.perf_counter() - self.began
 
 
 @contextlib.contextmanager

@@ -5,28 +5,38 @@ Guarantees
 - A subfile whose length differs from the index's is refused before anything is read from it.
 - A block whose checksum differs is never scattered; the error names file, offset, expected and
   found checksum, and the tensors that lie in it.
-- Reads only; no lock, no collective, no file is created.
+- Reads only; no lock, no collective, no file is created beside the checkpoint's.
+- What several ranks of a node need at the same time is read once where shared memory allows
+  (`node_cache`); every rank checks what it gets.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from megatron_uring import _engine
-from megatron_uring.columns import Int32Array, Int64Array, Uint32Array
+from megatron_uring import _engine, comm
+from megatron_uring.columns import Int32Array, Int64Array
+from megatron_uring.config import Config
 from megatron_uring.errors import CorruptionError, as_checkpoint_error
 from megatron_uring.layout import BLOCK_BYTES, SUPERBLOCK_BYTES, Superblock, subfile_name
 from megatron_uring.progress import run_job
-from megatron_uring.tables import Staged
+from megatron_uring.tables import Ranges, Staged
 
 # Below this a read is buffered: the page cache may hold it, and read-ahead beats the set-up of
 # direct I/O.
 _DIRECT_FROM_BYTES = 64 << 20
+# Below this, a chunk handed from rank to rank saves less than attaching to shared memory costs.
+_SHARED_FROM_BYTES = 64 << 20
+_SHARED_MEMORY = "/dev/shm"
+_SLOTS_MAXIMUM = 1024
 _NAMES_LISTED = 4
+
+_log = logging.getLogger(__name__)
 
 NamesInRange = Callable[[int, int, int], Sequence[str]]
 
@@ -119,34 +129,82 @@ def check_superblock(path: str, save_id: str, number: int) -> None:
         )
 
 
+@contextlib.contextmanager
+def node_cache(config: Config, save_id: str, read_bytes: int) -> Iterator[_engine.NodeCache | None]:
+    """Where the ranks of this node leave what they have read for each other; None without one.
+
+    A rank that restores alone finds nothing there, and reads. It is twice as large as a rank's pool:
+    measured with two ranks and the same 2 GB, that is what lets each byte be read once (1.06 s; 1.2 s
+    with half of it, 1.8 s without).
+
+    Raises
+    ------
+    StorageError
+        If it is asked for (``node_sharing="on"``) and shared memory cannot be had.
+    """
+    wanted = config.node_sharing == "on" or (
+        config.node_sharing == "auto"
+        and read_bytes >= _SHARED_FROM_BYTES
+        and comm.local_ranks() > 1
+    )
+    cache = None
+    if wanted:
+        prefix = f"megatron_uring-{os.geteuid()}-"
+        name = f"{prefix}{save_id}-{config.slab_bytes}-{config.slab_count}"
+        slots = min(2 * config.slab_count, _SLOTS_MAXIMUM)
+        _engine.sweep_node_caches(_SHARED_MEMORY, prefix)
+        try:
+            cache = _engine.NodeCache(os.path.join(_SHARED_MEMORY, name), config.slab_bytes, slots)
+        except OSError as error:
+            if config.node_sharing == "on":
+                raise as_checkpoint_error(error, "share reads", _SHARED_MEMORY) from error
+            _log.debug("each rank reads for itself: %s", error)
+    yield cache
+
+
 def read_ranges(
     engine: _engine.Engine,
     files: list[_engine.File],
-    file_number: Int32Array,
-    start: Int64Array,
-    length: Int64Array,
-    expected: Uint32Array,
+    ranges: Ranges,
     staged: Staged,
     *,
     timeout_s: float,
-) -> Int64Array:
+    shared: tuple[_engine.NodeCache, Sequence[int]] | None = None,
+) -> tuple[Int64Array, _engine.Job]:
     """Read whole blocks, check them and scatter them to the pieces of `staged`.
+
+    Parameters
+    ----------
+    shared
+        The node's cache, and the number of each file there.
 
     Returns
     -------
     int64 [M, 4]
         For each bad block: range number, offset in the file, expected and found CRC32C. Empty if
         all is well.
+    Job
+        Done; what it did, in bytes and seconds.
     """
+    cache, file_keys = shared or (None, ())
     path = os.path.dirname(files[0].path) if files else None
     job = run_job(
-        lambda: engine.read(files, file_number, start, length, staged.pieces, expected),
+        lambda: engine.read(
+            files,
+            ranges.file_number,
+            ranges.start,
+            ranges.length,
+            staged.pieces,
+            ranges.crc32c,
+            cache,
+            file_keys,
+        ),
         "read subfiles",
         path,
         timeout_s,
         alive=(staged, files),
     )
-    return engine.bad_blocks(job)
+    return engine.bad_blocks(job), job
 
 
 def raise_bad_block(

@@ -25,8 +25,9 @@ from megatron_uring.errors import StateMismatchError, UnsupportedError
 from megatron_uring.index_rules import Index
 from megatron_uring.layout import DTYPE_NAMES
 from megatron_uring.objects import deserialize_object
+from megatron_uring.progress import Clock
 from megatron_uring.shards import ShardTable
-from megatron_uring.tables import Extents, RestorePlan
+from megatron_uring.tables import Extents, Ranges, RestorePlan
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Restored:
-    """What came back: objects by key, and how much was read."""
+    """What came back: objects by key, how much of it was asked for, read from files and taken from
+    other ranks of the node, and the native threads' seconds.
+    """
 
     objects: dict[str, Any]
     state_bytes: int
     read_bytes: int
+    shared_bytes: int
     files: int
+    copy_s: float
+    checksum_s: float
 
 
 def restore_requests(
@@ -69,6 +75,7 @@ def restore_requests(
     object_keys: Sequence[str],
     engine: _engine.Engine,
     config: Config,
+    clock: Clock,
 ) -> Restored:
     """Fill the tensors of `requests` in place, and load the objects.
 
@@ -78,7 +85,9 @@ def restore_requests(
         A missing key, another shape or dtype, damage; naming key, file and offset.
     """
     prefix = _object_prefix(index)
+    clock.lap("index")
     buffers = _object_buffers(index, object_keys, directory, prefix)
+    clock.lap("allocate")
     everything = [*requests, *buffers]
     _check_keys(directory, index, requests)
     saved, extents = _with_objects(index, prefix)
@@ -96,7 +105,9 @@ def restore_requests(
     _check_memory(directory, everything, in_place)
     _check_fit(directory, saved, saved_row, wanted, partial, config)
     in_place &= saved.dtype[saved_row] == wanted.dtype
+    clock.lap("plan")
     destinations = stage.prepare_destinations(given, in_place, saved.dtype[saved_row])
+    clock.lap("allocate")
     restoring = plan.plan_restore(
         saved,
         extents,
@@ -106,14 +117,25 @@ def restore_requests(
         gap_bytes=config.gap_bytes,
         partial=partial,
     )
-    read_bytes = _execute(directory, index, engine, restoring, destinations, config)
+    clock.lap("plan")
+    jobs = _execute(directory, index, engine, restoring, destinations, config)
+    clock.lap("read")
     destinations.finish()
     objects = {
         key: deserialize_object(key, buffer.tensor.numpy().tobytes(), config.allowed_globals)
         for key, buffer in zip(object_keys, buffers, strict=True)
     }
-    files = len(np.unique(restoring.range_subfile))
-    return Restored(objects, int(wanted.lengths().sum()), read_bytes, files)
+    clock.lap("finish")
+    shared_bytes = sum(job.bytes_shared for job in jobs)
+    return Restored(
+        objects,
+        int(wanted.lengths().sum()),
+        sum(job.bytes_total for job in jobs) - shared_bytes,
+        shared_bytes,
+        len(np.unique(restoring.range_subfile)),
+        sum(job.copy_s for job in jobs),
+        sum(job.checksum_s for job in jobs),
+    )
 
 
 def _execute(
@@ -123,8 +145,8 @@ def _execute(
     restoring: RestorePlan,
     destinations: stage.Destinations,
     config: Config,
-) -> int:
-    """Read, verify and scatter; returns the bytes that were read."""
+) -> list[_engine.Job]:
+    """Read, verify and scatter; returns the jobs that did it."""
     numbers, file_number = read.dense_file_numbers(restoring.range_subfile)
     lengths = index.subfile_length[np.searchsorted(index.subfile_number, numbers)]
     total = int(restoring.range_length.sum())
@@ -132,25 +154,33 @@ def _execute(
     passes = [stage.stage_destinations(restoring, destinations, pieces_file)]
     if config.verify_first:
         passes.insert(0, stage.stage_nothing())
-    with read.open_subfiles(
-        directory, index.save_id, numbers, lengths, direct=config.direct, read_bytes=total
-    ) as files:
+    jobs = []
+    with (
+        read.open_subfiles(
+            directory, index.save_id, numbers, lengths, direct=config.direct, read_bytes=total
+        ) as files,
+        read.node_cache(config, index.save_id, total) as cache,
+    ):
         for number, staged in enumerate(passes):
-            bad = read.read_ranges(
+            bad, job = read.read_ranges(
                 engine,
                 files,
-                file_number,
-                restoring.range_start,
-                restoring.range_length,
-                restoring.crc32c,
+                Ranges(
+                    file_number,
+                    restoring.range_start,
+                    restoring.range_length,
+                    restoring.crc32c,
+                ),
                 staged,
                 timeout_s=config.timeout_s,
+                shared=None if cache is None else (cache, numbers.tolist()),
             )
+            jobs.append(job)
             half_written = number == len(passes) - 1
             read.raise_bad_block(
                 files, file_number, numbers, bad, index.names_in, half_written=half_written
             )
-    return total * len(passes)
+    return jobs
 
 
 def _object_prefix(index: Index) -> str:

@@ -16,9 +16,8 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,29 +29,12 @@ from megatron_uring.config import Config
 from megatron_uring.errors import StateMismatchError
 from megatron_uring.index_rules import assemble_index, with_common
 from megatron_uring.layout import PAGE_BYTES, Superblock, Trailer, round_up, subfile_name
-from megatron_uring.progress import step
+from megatron_uring.progress import Clock, step
 from megatron_uring.structures import group_communicator, share_structure
 from megatron_uring.tables import Contents, Extents, Groups, Provided, Regions, Staged, Structure
 
 _log = logging.getLogger(__name__)
 _Report = TypeVar("_Report")
-
-
-@dataclass
-class Clock:
-    """Seconds since the save began, and how they divide."""
-
-    began: float = field(default_factory=time.perf_counter)
-    phases_s: dict[str, float] = field(default_factory=dict)
-
-    def lap(self, phase: str) -> None:
-        """End a phase."""
-        self.phases_s[phase] = time.perf_counter() - self.began - sum(self.phases_s.values())
-
-    @property
-    def seconds(self) -> float:
-        """All of it so far."""
-        return time.perf_counter() - self.began
 
 
 @dataclass(frozen=True)

@@ -254,6 +254,20 @@ class Boxes:
 
 
 @dataclass(frozen=True)
+class Ranges:
+    """What to read: whole blocks of R ranges.
+
+    `file_number` int32 [R] among the open files; `start` and `length` int64 [R] in bytes; `crc32c`
+    uint32 [blocks] expected of each block, range after range.
+    """
+
+    file_number: Int32Array
+    start: Int64Array
+    length: Int64Array
+    crc32c: Uint32Array
+
+
+@dataclass(frozen=True)
 class RestorePlan:
     """What to read and where each part goes.
 

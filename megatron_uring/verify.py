@@ -29,6 +29,7 @@ from megatron_uring.config import Config
 from megatron_uring.errors import CheckpointError, CorruptionError
 from megatron_uring.index_rules import Index
 from megatron_uring.layout import BACKEND, BLOCK_BYTES, METADATA_NAME, subfile_name
+from megatron_uring.tables import Ranges
 
 _WORK_BYTES = 64 * BLOCK_BYTES
 
@@ -256,13 +257,10 @@ def _read_share(
                 read_bytes=total,
                 check_identity=False,
             ) as files:
-                bad = read.read_ranges(
+                bad, _ = read.read_ranges(
                     engine,
                     files,
-                    file_number,
-                    start[rows],
-                    length[rows],
-                    expected,
+                    Ranges(file_number, start[rows], length[rows], expected),
                     stage.stage_nothing(),
                     timeout_s=config.timeout_s,
                 )

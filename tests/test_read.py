@@ -8,6 +8,7 @@ import pytest
 from megatron_uring import _engine, read, stage
 from megatron_uring.errors import CorruptionError, StorageError
 from megatron_uring.layout import BLOCK_BYTES, Superblock, subfile_name
+from megatron_uring.tables import Ranges
 
 SAVE_ID = "0123456789abcdef"
 BLOCKS = 3
@@ -47,16 +48,10 @@ def checksums(data):
 
 
 def read_all(engine, files, expected):
-    return read.read_ranges(
-        engine,
-        files,
-        np.zeros(1, np.int32),
-        np.zeros(1, np.int64),
-        np.array([BLOCKS * BLOCK_BYTES], np.int64),
-        expected,
-        stage.stage_nothing(),
-        timeout_s=10.0,
-    )
+    length = np.array([BLOCKS * BLOCK_BYTES], np.int64)
+    ranges = Ranges(np.zeros(1, np.int32), np.zeros(1, np.int64), length, expected)
+    bad, _ = read.read_ranges(engine, files, ranges, stage.stage_nothing(), timeout_s=10.0)
+    return bad
 
 
 @pytest.mark.parametrize("direct", ["on", "off", "auto"])

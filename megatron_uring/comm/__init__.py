@@ -10,5 +10,6 @@ known of the launcher, `store` the gloo side's status messages, `parts` what bot
 """
 
 from megatron_uring.comm.communicator import Communicator, SingleCommunicator, connect, current
+from megatron_uring.comm.launch import local_ranks
 
-__all__ = ["Communicator", "SingleCommunicator", "connect", "current"]
+__all__ = ["Communicator", "SingleCommunicator", "connect", "current", "local_ranks"]

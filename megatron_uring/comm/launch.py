@@ -39,6 +39,21 @@ _BROKEN: list[str] = []
 """Why MPI must not be called again in this process, whatever the generation; empty if it may."""
 
 
+# What launchers say of the ranks on this node: torchrun, Open MPI, MPICH and its kin, Slurm.
+_LOCAL_RANKS = (
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_NTASKS_PER_NODE",
+)
+
+
+def local_ranks() -> int:
+    """Ranks on this node as the launcher says, without asking any of them; 1 where it does not."""
+    counts = [os.environ.get(name, "") for name in _LOCAL_RANKS]
+    return max([1, *(int(count) for count in counts if count.isdecimal())])
+
+
 def broken() -> str | None:
     """Why MPI is out of use in this process for good, or None."""
     return _BROKEN[0] if _BROKEN else None
