@@ -21,6 +21,7 @@ SAMPLES = {
     "copy_threads": ("2", 2),
     "gap_bytes": ("0", 0),
     "timeout_s": ("1.5", 1.5),
+    "node_sharing": ("off", "off"),
     "verify_first": ("on", True),
     "allow_dtype_conversion": ("TRUE", True),
     "allowed_globals": ("a.B, c.D,", ("a.B", "c.D")),

@@ -1,0 +1,95 @@
+"""Formats: how a state is saved to a folder and loaded from it, ours and that of every peer alike.
+
+Guarantees
+----------
+- What is built once for many saves (the state in a library's own classes, a strategy) is built by
+  `saver` and `loader`, outside the clock; what they return is what is timed.
+- `load` fills tensors that exist already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_uring import checkpoint, stage
+from megatron_uring.bench.measure import OURS
+from megatron_uring.bench.state import State
+from megatron_uring.comm import Communicator
+from megatron_uring.config import Config
+from megatron_uring.providers import Shard
+
+Action = Callable[[str], None]
+DEFAULT = "ours, default"
+RANK_IO_URING = "ours, rank io_uring"
+RANK_POSIX = "ours, rank posix"
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to save and load.
+
+    Attributes
+    ----------
+    what, kind
+        As in `measure.Row`.
+    saver, loader
+        Take a state, and return what writes it to, or fills it from, a folder; collective. The
+        folder exists and is empty when it is written to.
+    """
+
+    what: str
+    kind: str
+    saver: Callable[[State], Action]
+    loader: Callable[[State], Action]
+
+
+def our_format(what: str, config: Config, world: Communicator) -> Format:
+    """This package, with a configuration."""
+
+    def saver(state: State) -> Action:
+        shards = _fresh_shards(state)
+
+        def save(folder: str) -> None:
+            checkpoint.save(shards, folder, config=config, communicator=world)
+
+        return save
+
+    def loader(into: State) -> Action:
+        shards = _fresh_shards(into)
+
+        def load(folder: str) -> None:
+            checkpoint.restore(folder, shards, config=config)
+
+        return load
+
+    return Format(what, OURS, saver, loader)
+
+
+def _fresh_shards(state: State) -> dict[str, Shard]:
+    # so that what an engine holds in memory is seen by the first call that is measured
+    stage.close_engines()
+    return state.shards()
+
+
+def our_saves(world: Communicator) -> list[Format]:
+    """The default configuration, and each choice in it made by hand."""
+    choices = {
+        DEFAULT: Config(),
+        RANK_IO_URING: Config(aggregation="rank", engine="io_uring"),
+        "ours, shared io_uring": Config(aggregation="shared", engine="io_uring"),
+        RANK_POSIX: Config(aggregation="rank", engine="posix"),
+        "ours, rank buffered": Config(aggregation="rank", direct="off"),
+    }
+    return [our_format(what, config, world) for what, config in choices.items()]
+
+
+def our_loads(world: Communicator) -> list[Format]:
+    """The default configuration, buffered reads, and the other engine."""
+    choices = {
+        DEFAULT: Config(),
+        "ours, direct": Config(direct="on"),
+        "ours, buffered": Config(direct="off"),
+        "ours, posix": Config(engine="posix"),
+    }
+    return [our_format(what, config, world) for what, config in choices.items()]

@@ -1,0 +1,226 @@
+"""``scripts/bench speed``: ours, the limit and every peer, in turns, on the same bytes.
+
+Guarantees
+----------
+- One run gives everything: saves of large and of small tensors, cold restores, tiny tensors against
+  large ones, and the cost of planning and index up to a million shards.
+- A peer that cannot run is a row with its reason. The command fails only if bytes came back
+  different, or if the default configuration of ours failed.
+- What it writes lies in one folder, which it removes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SECTIONS = ("large", "small", "restore", "tiny", "scale")
+_FOLDER = "megatron_uring_bench"
+_GROUP_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says; see ``--help``."""
+
+    directory: str
+    gigabytes_per_rank: float
+    tensors_per_rank: int
+    tiny_tensors_per_rank: int
+    trials: int
+    peers: Sequence[str]
+    sections: Sequence[str]
+    scale_shards: Sequence[int]
+
+
+def run(options: Options) -> dict[str, Any] | None:
+    """Measure; collective. Returns machine, rows, table and figures on rank 0, None elsewhere."""
+    from megatron_uring import comm
+    from megatron_uring.bench import measure, peers
+    from megatron_uring.bench.sections import Bench
+    from megatron_uring.config import Config
+
+    config = Config.from_environment()
+    world = comm.connect(config.timeout_s, config.communicator)
+    no_group = measure.attempt(world, lambda: _join_torch(world))
+    folder = os.path.join(os.path.abspath(options.directory), _FOLDER)
+    formats = peers.peers(list(options.peers), world, no_group)
+    bench = Bench(world, folder, options.trials, formats)
+    rows: list[measure.Row] = []
+    points: list[dict[str, Any]] = []
+    try:
+        for section in options.sections:
+            rows += _measure_section(bench, section, options)
+            gc.collect()  # two sections' tensors would not fit into memory side by side
+            _show(world.rank, section, rows, options.trials)
+        if "scale" in options.sections:
+            points = _measure_scale(bench, options)
+    finally:
+        bench.remove()
+    return _result(options, bench, rows, points) if world.rank == 0 else None
+
+
+def _measure_section(bench: Any, section: str, options: Options) -> list[Any]:
+    from megatron_uring.bench import state
+
+    rank, size = bench.world.rank, bench.world.size
+    if section == "small":
+        return list(bench.save_section("small", state.small_state(rank, options.tensors_per_rank)))
+    if section == "tiny":
+        large_count = max(state.TINY_LARGE_TENSORS // size, 1)
+        return list(bench.tiny_section(options.tiny_tensors_per_rank, large_count))
+    if section in ("large", "restore"):
+        large = state.large_state(rank, options.gigabytes_per_rank)
+        if section == "large":
+            return list(bench.save_section("large", large))
+        return list(bench.restore_section(large))
+    return []
+
+
+def _measure_scale(bench: Any, options: Options) -> list[dict[str, Any]]:
+    """On rank 0; the others sleep meanwhile."""
+    from megatron_uring.bench import report, scale
+
+    points: list[dict[str, Any]] = []
+    if bench.world.rank == 0:
+        os.makedirs(bench.folder, exist_ok=True)
+    for shape in scale.SHAPES:
+        for size in options.scale_shards:
+            if bench.world.rank == 0:
+                points.append(scale.measure_apart(shape, size, bench.folder))
+            bench.world.barrier()
+    if bench.world.rank == 0:
+        report.print_scale(points)
+    return points
+
+
+def _show(rank: int, section: str, rows: list[Any], trials: int) -> None:
+    from megatron_uring.bench import report, summary
+
+    own = [row for row in rows if row.section == section]
+    if rank == 0 and own:
+        report.print_section(section, summary.summarize(own), own[0].gigabytes, trials)
+
+
+def _result(
+    options: Options, bench: Any, rows: list[Any], points: list[dict[str, Any]]
+) -> dict[str, Any]:
+    from megatron_uring.bench import report, summary
+
+    tables = {
+        section: summary.summarize([row for row in rows if row.section == section])
+        for section in options.sections
+        if section != "scale"
+    }
+    machine = report.machine(options.directory)
+    machine.update(ranks=bench.world.size, communicator=bench.world.reason, cold=bench.cold)
+    return {
+        "machine": machine,
+        "options": asdict(options),
+        "rows": [asdict(row) for row in rows],
+        "table": {
+            section: {what: asdict(row) for what, row in table.items()}
+            for section, table in tables.items()
+        },
+        "scale": points,
+        "figures": summary.figures(tables, points),
+    }
+
+
+def failures(found: dict[str, Any]) -> list[str]:
+    """What makes the command fail: other bytes than were saved, or no figures for our default."""
+    from megatron_uring.bench.formats import DEFAULT
+
+    return [
+        f"{row['section']}: {row['what']}: {row['reason']}"
+        for row in found["rows"]
+        if row["reason"] and (row["different"] or row["what"] == DEFAULT)
+    ]
+
+
+def _join_torch(world: Any) -> None:
+    """torch.distributed over gloo, for the peers: the same ranks as `world`."""
+    import datetime
+
+    import torch.distributed
+
+    address = "127.0.0.1" if len(world.hosts) == 1 else world.hosts[0]
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    port = int(bytes(world.broadcast(str(port).encode() if world.rank == 0 else None)))
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"tcp://{address}:{port}",
+        rank=world.rank,
+        world_size=world.size,
+        timeout=datetime.timedelta(seconds=_GROUP_TIMEOUT_S),
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line, started by ``scripts/bench speed`` under mpirun."""
+    import click
+
+    @click.command(context_settings={"help_option_names": ["-h", "--help"]})
+    @click.option("--directory", default=".", show_default=True, help="file system to measure")
+    @click.option("--gigabytes-per-rank", default=2.0, show_default=True, help="large, restore")
+    @click.option("--tensors-per-rank", default=20_000, show_default=True, help="small")
+    @click.option("--tiny-tensors-per-rank", default=100_000, show_default=True, help="tiny")
+    @click.option("--trials", default=5, show_default=True, type=click.IntRange(min=1))
+    @click.option("--peers", default="all", show_default=True, help="names, with commas; or none")
+    @click.option("--sections", default=",".join(SECTIONS), show_default=True)
+    @click.option("--scale-shards", default="1000,10000,100000,1000000", show_default=True)
+    @click.option("--json", "json_path", default=None, help="write rows and figures to this file")
+    def command(
+        peers: str, sections: str, scale_shards: str, json_path: str | None, **rest: Any
+    ) -> None:
+        from megatron_uring.bench import peers as peers_module
+        from megatron_uring.bench import report
+
+        known = list(peers_module.NAMES)
+        options = Options(
+            peers=_choose(peers, known, "--peers"),
+            sections=_choose(sections, list(SECTIONS), "--sections"),
+            scale_shards=[int(size) for size in scale_shards.split(",")],
+            **rest,
+        )
+        began = time.monotonic()
+        found = run(options)
+        if found is None:
+            return
+        report.print_figures(found["figures"])
+        print(f"{report.LEGEND}\n{time.monotonic() - began:.0f} s in all", flush=True)
+        if json_path:
+            report.write_json(json_path, found)
+        for failure in failures(found):
+            print(f"bench: failed: {failure}", file=sys.stderr)
+        if failures(found):
+            sys.exit(1)
+
+    # what peers warn of is not about this measurement
+    warnings.simplefilter("ignore")
+    command(arguments)
+
+
+def _choose(text: str, known: list[str], option: str) -> list[str]:
+    import click
+
+    if text == "all":
+        return known
+    names = [name.strip() for name in text.split(",") if name.strip() and name.strip() != "none"]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise click.BadParameter(f"{option}: {unknown[0]!r} is none of {', '.join(known)}")
+    return names
+
+
+if __name__ == "__main__":
+    main()
