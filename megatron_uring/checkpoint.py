@@ -45,7 +45,7 @@ class Report:
         From the call until the data is durable (save) or in place (restore).
     phases_s
         The same, by step.
-    engine, communicator, aggregation
+    engine, communicator, aggregation, staging
         What ran, and why.
     direct
         Whether O_DIRECT was in force on this rank's subfile (save).
@@ -65,6 +65,7 @@ class Report:
     engine: str = ""
     communicator: str = ""
     aggregation: str = ""
+    staging: str = ""
     direct: bool = False
     shared_bytes: int = 0
     copy_s: float = 0.0
@@ -111,13 +112,16 @@ def save(
     config = config or Config.from_environment()
     world = communicator or comm.current(config.timeout_s, config.communicator)
     with together(world):
-        saving = Saving.begin(world, os.fspath(directory), config)
+        clock = Clock()
         with step(world, "collect state"):
-            engine = stage.open_engine(config)
             provider = providers.as_provider(state, world.rank, config.allowed_globals)
             provided = provider.collect()
             host = stage.host_tensors(provided)
-        saving.clock.lap("collect")
+        clock.lap("collect")
+        saving = Saving.begin(world, os.fspath(directory), config, provided, clock)
+        with step(world, "open engine"):
+            engine = stage.open_engine(saving.config)
+        clock.lap("engine")
         placed = saving.place(provided)
         with saving.subfile(engine, placed) as file:
             saving.write(engine, file, placed, provided, host)

@@ -61,6 +61,17 @@ def status(as_json: bool) -> None:
     sys.exit(_guarded(lambda: _status(as_json)))
 
 
+@main.command(context_settings=_HELP)
+@click.argument("directory", type=click.Path(exists=True, file_okay=False, writable=True))
+@click.option("--json", "as_json", is_flag=True, help="print the findings as JSON")
+def probe(directory: str, as_json: bool) -> None:
+    """Measure which slab size writes fastest to DIRECTORY's file system, and remember it.
+
+    Takes a second or two; saves to that file system use the answer from then on.
+    """
+    sys.exit(_guarded(lambda: _probe(directory, as_json)))
+
+
 def open_console(*, soft_wrap: bool = False) -> Console:
     """Standard output, coloured where it is a terminal that no launcher stands before.
 
@@ -115,6 +126,22 @@ def _print_findings(findings: Any, ranks: int) -> None:
     count = len(findings.problems)
     verdict = ("good", "green") if findings.good else (f"{count} bad", "red")
     console.print(Text.assemble(verdict, f"  {findings.directory}  save {findings.save_id}"))
+
+
+def _probe(directory: str, as_json: bool) -> int:
+    from megatron_uring import probing
+    from megatron_uring.config import Config
+
+    found = probing.probe(directory, Config.from_environment())
+    if as_json:
+        click.echo(json_module.dumps(dataclasses.asdict(found), indent=1))
+        return 0
+    table = Table("slab, MiB", "GB/s", "", box=None)
+    for mebibytes, rate in found.gb_per_s.items():
+        chosen = int(mebibytes) << 20 == found.slab_bytes
+        table.add_row(mebibytes, f"{rate:.2f}", "chosen" if chosen else "")
+    open_console().print(table)
+    return 0
 
 
 def _status(as_json: bool) -> int:

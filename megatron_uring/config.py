@@ -82,6 +82,12 @@ class Config:
     slab_bytes: int = _option(16 * MEBIBYTE, "size of a staging slab, a multiple of 1 MiB")
     slab_count: int = _option(8, "slabs of a rank's staging pool, its bound in memory")
     queue_depth: int = _option(8, "most reads or writes in flight")
+    probe: str = _option(
+        "auto",
+        "choose slab size and depth by a short probe of the file system, once; auto does so before "
+        "the first save of 4 GiB or more on rank 0",
+        ("auto", "on", "off"),
+    )
     posix_threads: int = _option(4, "threads of the POSIX engine")
     copy_threads: int = _option(1, "threads that fill, verify and scatter slabs")
     gap_bytes: int = _option(4 * MEBIBYTE, "unneeded bytes read to join two ranges")

@@ -49,7 +49,7 @@ assert len(DTYPE_NAMES) == len(DTYPE_BYTES)
 
 _SAVE_ID = "[0-9a-f]{16}"
 _OWN_NAME = re.compile(
-    rf"^(?:data-({_SAVE_ID})-\d{{5,}}\.bin|common-({_SAVE_ID})\.pt|\.(?:index|metadata|common)-({_SAVE_ID})\.tmp)$"
+    rf"^(?:data-({_SAVE_ID})-\d{{5,}}\.bin|common-({_SAVE_ID})\.pt|\.(?:index|metadata|common|probe)-({_SAVE_ID})\.tmp)$"
 )
 
 
@@ -64,7 +64,9 @@ def common_name(save_id: str) -> str:
 
 
 def temporary_name(kind: str, save_id: str) -> str:
-    """Name under which `index`, `metadata` or `common` is written before its rename."""
+    """Name under which `index`, `metadata` or `common` is written before its rename, or `probe` for
+    its short life.
+    """
     return f".{kind}-{save_id}.tmp"
 
 

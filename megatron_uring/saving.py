@@ -17,12 +17,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from megatron_uring import _engine, aggregate, commit, plan, stage, write
+from megatron_uring import _engine, aggregate, commit, plan, probing, stage, write
 from megatron_uring import index as index_module
 from megatron_uring.comm import Communicator
 from megatron_uring.config import Config
@@ -85,16 +85,20 @@ class Saving:
         self._totals = (0, 0, 0)
 
     @classmethod
-    def begin(cls, world: Communicator, directory: str, config: Config) -> Saving:
+    def begin(
+        cls, world: Communicator, directory: str, config: Config, provided: Provided, clock: Clock
+    ) -> Saving:
         """Make the directory, agree on the setting, elect aggregators."""
-        clock = Clock()
         setting: dict[str, Any] = {}
         with step(world, "open checkpoint directory"):
             if world.rank == 0:
                 commit.prepare_directory(directory)
                 commit.sweep_debris(directory)
                 storage = write.describe_storage(directory, config.stripe_bytes)
+                own_bytes = int(provided.shards.lengths()[provided.owner].sum())
+                config = probing.tune(directory, config, own_bytes)
                 setting = {
+                    **{name: getattr(config, name) for name in probing.CHOSEN},
                     "save_id": commit.new_save_id(),
                     "replaces": commit.committed_save_id(directory),
                     "stripe_bytes": storage.stripe_bytes,
@@ -104,6 +108,8 @@ class Saving:
                 }
         message = json.dumps(setting).encode() if world.rank == 0 else None
         setting = json.loads(world.broadcast(message))
+        # sizes alone, so that what else a rank was told (its threads) stays its own
+        config = replace(config, **{name: setting[name] for name in probing.CHOSEN})
         clock.lap("begin")
         return cls(world, directory, config, setting, clock)
 
@@ -341,6 +347,8 @@ class Saving:
             engine=engine.reason,
             communicator=self.world.reason,
             aggregation=f"{self.groups.mode}: {self.groups.reason}",
+            staging=f"{self.config.slab_count} slabs of {self.config.slab_bytes >> 20} MiB, "
+            f"depth {self.config.queue_depth}",
             direct=self.direct,
         )
 

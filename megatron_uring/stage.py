@@ -42,7 +42,16 @@ def open_engine(config: Config) -> _engine.Engine:
     UnsupportedError
         If io_uring is asked for and no ring can be set up.
     """
-    key = (
+    key = _engine_key(config)
+    with _engines_lock:
+        engine = _engines.get(key)
+        if engine is None:
+            engine = _engines[key] = _new_engine(config)
+        return engine
+
+
+def _engine_key(config: Config) -> tuple[object, ...]:
+    return (
         os.getpid(),
         config.engine,
         config.slab_bytes,
@@ -51,11 +60,14 @@ def open_engine(config: Config) -> _engine.Engine:
         config.posix_threads,
         config.copy_threads,
     )
+
+
+def close_engine(config: Config) -> None:
+    """Stop the engine for these options, if there is one, and give its slabs back."""
     with _engines_lock:
-        engine = _engines.get(key)
-        if engine is None:
-            engine = _engines[key] = _new_engine(config)
-        return engine
+        engine = _engines.pop(_engine_key(config), None)
+    if engine is not None:
+        engine.close()
 
 
 def _new_engine(config: Config) -> _engine.Engine:

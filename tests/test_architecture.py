@@ -21,7 +21,7 @@ LAYERS = [
     {"cli", "__main__", "__init__", "megatron", "bench"},
     {"checkpoint", "verify"},
     {"saving", "restoring"},
-    {"structures"},
+    {"structures", "probing"},
     STEPS,
     {"ownership", "index_rules", "tensors", "overlap"},
     {"tables", "progress", "nesting", "objects"},

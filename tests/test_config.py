@@ -22,6 +22,7 @@ SAMPLES = {
     "gap_bytes": ("0", 0),
     "timeout_s": ("1.5", 1.5),
     "node_sharing": ("off", "off"),
+    "probe": ("on", "on"),
     "verify_first": ("on", True),
     "allow_dtype_conversion": ("TRUE", True),
     "allowed_globals": ("a.B, c.D,", ("a.B", "c.D")),

@@ -1,0 +1,216 @@
+"""Probing: which slab size and depth write fastest to a file system; asked once, then remembered.
+
+Guarantees
+----------
+- Short: less than a gigabyte is written, and no candidate is begun after `BUDGET_S`. What the probe
+  writes is removed; should it be killed, the next save sweeps it.
+- The pool's size does not change: fewer larger slabs or more smaller ones.
+- The default stays unless another choice is clearly faster: a noisy disk must not decide.
+- What the user chose (`slab_bytes`, `slab_count`, `queue_depth`) is never changed. A probe that
+  fails changes nothing.
+- The answer is kept per user, machine and file system in a small JSON file, which is replaced as a
+  whole; one that cannot be read is as good as none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import statistics
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron_uring import _engine, stage, write
+from megatron_uring.config import MEBIBYTE, Config
+from megatron_uring.errors import CheckpointError
+from megatron_uring.layout import temporary_name
+from megatron_uring.progress import run_job
+from megatron_uring.tables import Staged
+
+BUDGET_S = 2.0
+# Saves from which on half a second of probing is lost in the noise, on one rank.
+FROM_BYTES = 4 << 30
+_SLAB_MEBIBYTES = (16, 4, 32)
+_DEPTH_MAXIMUM = 32
+_ROUNDS = 2
+_FILE_BYTES = 128 * MEBIBYTE
+_CLEARLY_FASTER = 1.15
+CHOSEN = ("slab_bytes", "slab_count", "queue_depth")
+
+_log = logging.getLogger(__name__)
+_remembered: dict[str, Tuning] = {}
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How to stage on a file system, and how fast each candidate was.
+
+    Attributes
+    ----------
+    slab_bytes, slab_count, queue_depth
+        As in `Config`.
+    gb_per_s
+        By slab size in MiB.
+    """
+
+    slab_bytes: int
+    slab_count: int
+    queue_depth: int
+    gb_per_s: dict[str, float]
+
+    def apply(self, config: Config) -> Config:
+        """`config` with these sizes."""
+        return replace(config, **{name: getattr(self, name) for name in CHOSEN})
+
+
+def tune(directory: str, config: Config, state_bytes: int) -> Config:
+    """`config` for writing `state_bytes` to `directory`: as it is, or as a probe found to be
+    faster.
+
+    Called on one rank, which tells the others. The probe runs at most once for each file system;
+    with ``probe="auto"`` only if the state is large.
+    """
+    default = Config()
+    chosen = any(getattr(config, name) != getattr(default, name) for name in CHOSEN)
+    if config.probe == "off" or chosen:
+        return config
+    key = _key(directory)
+    found = _remembered.get(key) or _read_store().get(key)
+    if found is None and (config.probe == "on" or state_bytes >= FROM_BYTES):
+        try:
+            found = probe(directory, config)
+        except (CheckpointError, OSError) as error:
+            _log.warning("probe of %s failed, the defaults stay: %s", directory, error)
+    return config if found is None else found.apply(config)
+
+
+def probe(directory: str, config: Config) -> Tuning:
+    """Measure the candidates in `directory`, keep the answer, and return it.
+
+    Raises
+    ------
+    StorageError
+        If the directory cannot be written to.
+    """
+    candidates = {mebibytes: _candidate(config, mebibytes) for mebibytes in _SLAB_MEBIBYTES}
+    seconds: dict[int, list[float]] = {mebibytes: [] for mebibytes in candidates}
+    source = np.random.default_rng(0).integers(0, 256, 16 * MEBIBYTE, dtype=np.uint8)
+    deadline = time.monotonic() + BUDGET_S
+    for _ in range(_ROUNDS):
+        for mebibytes, candidate in candidates.items():
+            if time.monotonic() < deadline:
+                seconds[mebibytes].append(_time_one(directory, candidate, source))
+    speed = {
+        mebibytes: _FILE_BYTES / 1e9 / statistics.median(own)
+        for mebibytes, own in seconds.items()
+        if len(own) == _ROUNDS
+    }
+    default = _SLAB_MEBIBYTES[0]
+    best = max(speed, key=lambda mebibytes: speed[mebibytes], default=default)
+    if speed.get(best, 0.0) < _CLEARLY_FASTER * speed.get(default, 0.0):
+        best = default
+    chosen = candidates[best]
+    found = Tuning(
+        chosen.slab_bytes,
+        chosen.slab_count,
+        chosen.queue_depth,
+        {str(mebibytes): round(rate, 3) for mebibytes, rate in speed.items()},
+    )
+    for candidate in candidates.values():
+        if candidate not in (chosen, config):  # the caller's own may be at work
+            stage.close_engine(candidate)
+    _remember(_key(directory), found)
+    _log.info("probe of %s: %s", directory, found)
+    return found
+
+
+def _candidate(config: Config, mebibytes: int) -> Config:
+    count = max(1, config.slab_bytes * config.slab_count // (mebibytes * MEBIBYTE))
+    return replace(
+        config,
+        slab_bytes=mebibytes * MEBIBYTE,
+        slab_count=count,
+        queue_depth=min(count, _DEPTH_MAXIMUM),
+    )
+
+
+def _time_one(directory: str, config: Config, source: np.ndarray) -> float:
+    """Seconds from creating a file until it is durable; its engine is set up outside the clock."""
+    engine = stage.open_engine(config)
+    path = os.path.join(directory, temporary_name("probe", os.urandom(8).hex()))
+    staged = _repeated(source)
+    began = time.perf_counter()
+    file = write.create_subfile(
+        engine, path, _FILE_BYTES, direct=config.direct, timeout_s=config.timeout_s
+    )
+    try:
+        run_job(
+            lambda: engine.write(file, 0, _FILE_BYTES, staged.pieces),
+            "probe",
+            path,
+            config.timeout_s,
+            alive=(staged, file),
+        )
+        write.sync_subfile(engine, file, config.timeout_s)
+        return time.perf_counter() - began
+    finally:
+        with contextlib.suppress(OSError):
+            file.close()
+        _engine.remove(path)
+
+
+def _repeated(source: np.ndarray) -> Staged:
+    """The same bytes again and again: not zeros, which some file systems do not store."""
+    start = np.arange(0, _FILE_BYTES, source.nbytes, dtype=np.int64)
+    none = np.zeros((len(start), 0), np.int64)
+    address = np.full(len(start), source.ctypes.data, np.uint64)
+    length = np.full(len(start), source.nbytes, np.int64)
+    number = np.zeros(len(start), np.int32)
+    return Staged(_engine.Pieces(number, start, address, length, none, none, none), (source,))
+
+
+# -------------------------------------------------------------------------------------------------
+# what is remembered
+
+
+def _key(directory: str) -> str:
+    """One for each machine, kernel and file system."""
+    kind = write.describe_storage(directory).file_system
+    identity = os.statvfs(directory).f_fsid
+    return f"{platform.node()} {platform.release()} {kind} {identity:x}"
+
+
+def _store() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "megatron_uring" / "probe.json"
+
+
+def _read_store() -> dict[str, Tuning]:
+    try:
+        entries = json.loads(_store().read_text(encoding="utf-8"))
+        found = {key: Tuning(**entry) for key, entry in entries.items()}
+        for tuning in found.values():
+            tuning.apply(Config())  # refuses sizes that cannot be
+        return found
+    except (OSError, ValueError, TypeError, AttributeError, CheckpointError):
+        return {}
+
+
+def _remember(key: str, found: Tuning) -> None:
+    """In this process, and for the next one where the user's cache can be written."""
+    _remembered[key] = found
+    path = _store()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        entries = {name: asdict(tuning) for name, tuning in _read_store().items()}
+        temporary.write_text(json.dumps({**entries, key: asdict(found)}, indent=1), "utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        _log.debug("the probe's answer is kept for this process only: %s", error)

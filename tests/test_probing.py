@@ -1,0 +1,146 @@
+"""Probing: a short measurement that chooses among sizes, remembers, and never does harm."""
+
+import json
+import os
+
+import pytest
+from click.testing import CliRunner
+
+from megatron_uring import Config, StorageError, _engine, cli, layout, probing
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr(probing, "_remembered", {})
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Pretend that candidates take these seconds, by slab size in MiB; returns what was timed."""
+
+    def pretend(seconds):
+        asked = []
+
+        def time_one(directory, config, source):
+            asked.append(config.slab_bytes >> 20)
+            return seconds[config.slab_bytes >> 20]
+
+        monkeypatch.setattr(probing, "_time_one", time_one)
+        return asked
+
+    return pretend
+
+
+def test_a_real_probe_measures_each_candidate_and_leaves_nothing(tmp_path):
+    config = Config()
+    found = probing.probe(str(tmp_path), config)
+    assert set(found.gb_per_s) == {"16", "4", "32"}
+    assert all(rate > 0 for rate in found.gb_per_s.values())
+    assert found.slab_bytes * found.slab_count == config.slab_bytes * config.slab_count
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_clearly_faster_candidate_is_chosen(tmp_path, timed):
+    timed({16: 1.0, 4: 0.5, 32: 0.8})
+    found = probing.probe(str(tmp_path), Config())
+    assert (found.slab_bytes >> 20, found.slab_count, found.queue_depth) == (4, 32, 32)
+    assert found.apply(Config(engine="posix")) == Config(
+        engine="posix", slab_bytes=4 << 20, slab_count=32, queue_depth=32
+    )
+
+
+def test_a_little_faster_is_not_enough(tmp_path, timed):
+    timed({16: 1.0, 4: 0.95, 32: 0.9})
+    assert probing.probe(str(tmp_path), Config()).apply(Config()) == Config()
+
+
+def test_a_slow_disk_ends_the_probe_early_with_the_defaults(tmp_path, timed, monkeypatch):
+    asked = timed({16: 1.0, 4: 0.1, 32: 0.1})
+    monkeypatch.setattr(probing, "BUDGET_S", -1.0)
+    assert probing.probe(str(tmp_path), Config()).apply(Config()) == Config()
+    assert asked == []
+
+
+def test_it_is_asked_once_for_each_file_system_and_kept_for_other_processes(
+    tmp_path, timed, monkeypatch
+):
+    asked = timed({16: 1.0, 4: 1.0, 32: 0.1})
+    first = probing.tune(str(tmp_path), Config(probe="on"), 0)
+    assert first.slab_bytes == 32 << 20
+    monkeypatch.setattr(probing, "_remembered", {})  # as in another process
+    assert probing.tune(str(tmp_path), Config(), 0).slab_bytes == 32 << 20
+    assert len(asked) == 6
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Config(probe="off"), Config(slab_bytes=1 << 20), Config(slab_count=2), Config(queue_depth=3)],
+)
+def test_what_the_user_chose_stays(tmp_path, timed, config):
+    asked = timed({16: 1.0, 4: 0.1, 32: 0.1})
+    assert probing.tune(str(tmp_path), config, 1 << 50) == config
+    assert asked == []
+
+
+@pytest.mark.parametrize(("state_bytes", "count"), [(probing.FROM_BYTES - 1, 0), (1 << 40, 6)])
+def test_by_itself_it_probes_before_large_saves_alone(tmp_path, timed, state_bytes, count):
+    asked = timed({16: 1.0, 4: 1.0, 32: 1.0})
+    assert probing.tune(str(tmp_path), Config(), state_bytes) == Config()
+    assert len(asked) == count
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"x": 1}', '{"x": {"slab_bytes": 1}}', None],
+)
+def test_a_store_that_makes_no_sense_is_as_good_as_none(tmp_path, timed, text):
+    timed({16: 1.0, 4: 1.0, 32: 0.1})
+    store = probing._store()
+    store.parent.mkdir()
+    if text is None:
+        sizes = {"slab_bytes": 5, "slab_count": 1, "queue_depth": 1, "gb_per_s": {}}
+        text = json.dumps({probing._key(str(tmp_path)): sizes})
+    store.write_text(text)
+    assert probing.tune(str(tmp_path), Config(), 0) == Config()
+    assert probing.tune(str(tmp_path), Config(probe="on"), 0).slab_bytes == 32 << 20
+
+
+def test_a_cache_that_cannot_be_written_keeps_the_answer_in_this_process(
+    tmp_path, timed, monkeypatch
+):
+    asked = timed({16: 1.0, 4: 1.0, 32: 0.1})
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    for _ in range(2):
+        assert probing.tune(str(tmp_path), Config(probe="on"), 0).slab_bytes == 32 << 20
+    assert len(asked) == 6
+
+
+def test_a_probe_that_fails_changes_nothing_and_leaves_nothing(tmp_path, save):
+    _engine.inject_fault("write", "enospc", count=-1, path_contains=".probe-")
+    with pytest.raises(StorageError):
+        probing.probe(str(tmp_path), Config())
+    assert os.listdir(tmp_path) == []
+    assert probing.tune(str(tmp_path), Config(probe="on"), 0) == Config(probe="on")
+
+
+def test_what_a_killed_probe_left_is_swept_by_the_next_save(tmp_path, save):
+    left = tmp_path / layout.temporary_name("probe", "00000000000000aa")
+    left.write_bytes(b"x" * 4096)
+    save({"a": 1}, str(tmp_path))
+    assert not left.exists()
+
+
+def test_the_command_prints_what_it_found(tmp_path, timed):
+    timed({16: 1.0, 4: 1.0, 32: 0.1})
+    plain = CliRunner().invoke(cli.main, ["probe", str(tmp_path)])
+    assert plain.exit_code == 0
+    assert "chosen" in plain.output
+    as_json = CliRunner().invoke(cli.main, ["probe", "--json", str(tmp_path)])
+    assert json.loads(as_json.output)["slab_bytes"] == 32 << 20
+
+
+def test_a_save_uses_what_was_found(tmp_path, timed, save):
+    timed({16: 1.0, 4: 1.0, 32: 0.1})
+    report = save({"a": 1}, str(tmp_path), config=Config(engine="posix", probe="on"))
+    assert report.staging == "4 slabs of 32 MiB, depth 4"
