@@ -72,6 +72,8 @@ def _irregular(owned: ShardTable, filled: BoolArray) -> BoolArray:
     """Which tensors are not cut by a regular grid of distinct cells, and so may overlap: bool
     [tensors].
     """
+    several = np.bincount(owned.tensor, minlength=len(filled)) > 1
+    owned = owned.take(np.flatnonzero((several & filled)[owned.tensor]))
     if not len(owned):
         return np.zeros(len(filled), bool)
     order = np.lexsort((*owned.offset.T, owned.tensor))
@@ -81,8 +83,7 @@ def _irregular(owned: ShardTable, filled: BoolArray) -> BoolArray:
     odd = np.zeros(len(owned), bool)
     odd[1:] = same_tensor & (~every(shape[1:] == shape[:-1]) | every(offset[1:] == offset[:-1]))
     odd |= ~every(offset % np.maximum(shape, 1) == 0)
-    several = np.bincount(tensor, minlength=len(filled)) > 1
-    return (np.bincount(tensor[odd], minlength=len(filled)) > 0) & several & filled
+    return np.bincount(tensor[odd], minlength=len(filled)) > 0
 
 
 def _check_same_tensor(

@@ -29,7 +29,7 @@ from megatron_uring.shards import ShardTable
 from megatron_uring.tables import Provided
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there may be 200,000: no dict for each
 class Shard:
     """A tensor as a piece of a global tensor.
 
@@ -68,25 +68,29 @@ class TensorProvider:
     """
 
     def __init__(self, shards: Iterable[tuple[str, Shard]]) -> None:
+        # lists side by side: a tuple kept for each shard would keep the garbage collector busy
         self._keys: list[str] = []
         self._shards: list[Shard] = []
         for key, shard in shards:
-            self._keys.append(key)
-            self._shards.append(shard)
+            self.add(key, shard)
+
+    def add(self, key: str, shard: Shard) -> None:
+        """One more."""
+        self._keys.append(key)
+        self._shards.append(shard)
 
     def collect(self) -> Provided:
         """Columns over the shards; no element is copied unless this rank writes it and the tensor
         has no plain storage.
         """
-        keys, shards = self._keys, self._shards
-        owned = [shard.owner for shard in shards]
-        plain = tensors.plain_tensors(keys, [shard.tensor for shard in shards], owned)
-        table, strides = tensors.describe(
-            keys,
-            plain,
-            [shard.global_shape for shard in shards],
-            [shard.offset for shard in shards],
-        )
+        owned, given, global_shapes, offsets = [], [], [], []
+        for shard in self._shards:  # one pass over them: they are rarely in the cache
+            owned.append(shard.owner)
+            given.append(shard.tensor)
+            global_shapes.append(shard.global_shape)
+            offsets.append(shard.offset)
+        plain = tensors.plain_tensors(self._keys, given, owned)
+        table, strides = tensors.describe(self._keys, plain, global_shapes, offsets)
         return Provided(table, np.array(owned, bool), tuple(plain), strides, (), ())
 
 
@@ -195,22 +199,15 @@ def provide_state(
     `Shard` leaves are taken as they are. Every other tensor or object is taken to be replicated:
     rank 0 writes it, and a key that rank 0 does not have is refused when the ranks compare.
     """
-    keys: list[str] = []  # two lists: a tuple for each shard would keep the garbage collector busy
-    leaves: list[Shard] = []
-    objects: dict[str, object] = {}
+    provider, objects = TensorProvider(()), dict[str, object]()
     for key, leaf in flatten(state):
         if isinstance(leaf, Shard):
-            keys.append(key)
-            leaves.append(leaf)
+            provider.add(key, leaf)
         elif isinstance(leaf, torch.Tensor):
             shape = tuple(leaf.shape)
-            keys.append(key)
-            leaves.append(Shard(leaf, shape, (0,) * len(shape), owner=rank == 0))
+            provider.add(key, Shard(leaf, shape, (0,) * len(shape), owner=rank == 0))
         else:
             objects[key] = leaf
-    shards = zip(keys, leaves, strict=True)
     if rank != 0:
-        return CompositeProvider([TensorProvider(shards), _ReplicaProvider(objects)])
-    return CompositeProvider(
-        [TensorProvider(shards), ObjectProvider(objects, allowed_globals=allowed_globals)]
-    )
+        return CompositeProvider([provider, _ReplicaProvider(objects)])
+    return CompositeProvider([provider, ObjectProvider(objects, allowed_globals=allowed_globals)])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -96,11 +96,13 @@ class ShardTable:
 
     def compact(self) -> ShardTable:
         """The same rows without the keys that no row refers to."""
-        used, tensor = np.unique(self.tensor, return_inverse=True)
-        if len(used) == len(self.keys):
+        used = np.zeros(len(self.keys), np.bool_)
+        used[self.tensor] = True
+        if used.all():
             return self
-        keys = tuple(self.keys[number] for number in used.tolist())
-        return replace(self, keys=keys, tensor=tensor.astype(np.int32))
+        keys = tuple(compress(self.keys, used.tolist()))
+        number = np.cumsum(used, dtype=np.int32) - np.int32(1)
+        return replace(self, keys=keys, tensor=number[self.tensor])
 
     @staticmethod
     def concatenate(tables: Sequence[ShardTable]) -> ShardTable:
@@ -141,8 +143,14 @@ def _join_keys(tables: Sequence[ShardTable]) -> tuple[tuple[str, ...], list[Int3
     if all(table.keys == tables[0].keys for table in tables[1:]):
         return (tables[0].keys if tables else ()), [table.tensor for table in tables]
     keys = tuple(dict.fromkeys(chain.from_iterable(table.keys for table in tables)))
+    columns: list[Int32Array] = []
+    if len(keys) == sum(len(table.keys) for table in tables):  # none is in two tables
+        base = 0
+        for table in tables:
+            columns.append(table.tensor + np.int32(base))
+            base += len(table.keys)
+        return keys, columns
     position = dict(zip(keys, range(len(keys)), strict=True))
-    columns = []
     for table in tables:
         number = np.fromiter(map(position.__getitem__, table.keys), np.int32, len(table.keys))
         columns.append(number[table.tensor] if len(table) else table.tensor)
