@@ -198,10 +198,12 @@ void bind_memory(py::module_& module) {
 
 void bind_node_cache(py::module_& module) {
     py::class_<NodeCache, std::shared_ptr<NodeCache>>(module, "NodeCache", py::is_final())
+        // Not without_gil: pybind11 registers what a factory returns under the same guard.
         .def(py::init([](const Path& path, std::int64_t slot_bytes, std::int64_t slot_count) {
+                 const py::gil_scoped_release release;
                  return NodeCache::open(path.name, slot_bytes, slot_count);
              }),
-             py::arg("path"), py::arg("slot_bytes"), py::arg("slot_count"), without_gil)
+             py::arg("path"), py::arg("slot_bytes"), py::arg("slot_count"))
         .def_property_readonly("slot_bytes", &NodeCache::slot_bytes);
     module.def(
         "sweep_node_caches",
