@@ -143,7 +143,12 @@ std::unique_ptr<File> File::create(const std::string& path, bool direct) {
 }
 
 std::unique_ptr<File> File::open(const std::string& path, bool writable, bool direct) {
-    return std::unique_ptr<File>(new File(path, writable ? O_RDWR : O_RDONLY, direct));
+    std::unique_ptr<File> file(new File(path, writable ? O_RDWR : O_RDONLY, direct));
+    if (!writable && !file->direct()) {
+        // Buffered reads come in long ascending runs: a hint, whose failure means nothing.
+        ::posix_fadvise(file->descriptor()->number(), 0, 0, POSIX_FADV_SEQUENTIAL);
+    }
+    return file;
 }
 
 std::shared_ptr<Descriptor> File::descriptor() const {
