@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_uring import comm
 from megatron_uring.bench import peers, report, state, summary
-from megatron_uring.bench.sections import LARGE, Bench
+from megatron_uring.bench.sections import FOLDER, LARGE, Bench
 from megatron_uring.config import Config
 
 
@@ -40,7 +40,7 @@ def run(
     """
     config = Config.from_environment()
     world = comm.current(config.timeout_s, config.communicator)
-    folder = os.path.join(os.path.abspath(directory), "megatron_uring_bench")
+    folder = os.path.join(os.path.abspath(directory), FOLDER)
     bench = Bench(world, folder, trials, peers.peers(["torch_save"], world, ""))
     large = state.large_state(world.rank, gigabytes_per_rank, tensor_bytes)
     try:

@@ -146,7 +146,7 @@ def timed(world: Communicator, section: str, variant: Variant, trial: int, gigab
 
     error = _reason_of(run)
     elapsed_s = time.perf_counter() - began
-    own = [elapsed_s if own_s is None else own_s, _peak_memory_bytes() - resident]
+    own = [elapsed_s if own_s is None else own_s, status_bytes("VmHWM") - resident]
     cpu_s = _process_cpu_s() - cpu
     seconds, peak_bytes = world.allreduce(
         np.array([own[0] * 1e6, max(own[1], 0)], np.int64), "max"
@@ -210,14 +210,14 @@ def _reset_peak_memory() -> int:
     """Let the peak begin at what is resident now, and return that."""
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")
-    return _status_bytes("VmRSS")
+    return status_bytes("VmRSS")
 
 
-def _peak_memory_bytes() -> int:
-    return _status_bytes("VmHWM")
+def status_bytes(name: str) -> int:
+    """A field of this process's status: ``VmRSS``, or ``VmHWM``, the peak since the last reset.
 
-
-def _status_bytes(name: str) -> int:
+    Not ``ru_maxrss``, which a process inherits from its parent.
+    """
     with open("/proc/self/status", encoding="ascii") as file:
         for line in file:
             if line.startswith(name + ":"):

@@ -42,15 +42,17 @@ def missing_requirements() -> list[str]:
     """Requirements of the ``peers`` extra that are not installed."""
     from importlib import metadata
 
+    from packaging.requirements import Requirement
+
     found = []
-    for requirement in metadata.requires("megatron-uring") or []:
-        text, _, marker = requirement.partition(";")
-        if "extra" in marker and "peers" in marker:
-            name = text.strip().split("=")[0].split(">")[0].split("<")[0].strip()
-            try:
-                metadata.distribution(name)
-            except metadata.PackageNotFoundError:
-                found.append(text.strip())
+    for requirement in map(Requirement, metadata.requires("megatron-uring") or []):
+        marker = requirement.marker
+        if marker is None or marker.evaluate() or not marker.evaluate({"extra": "peers"}):
+            continue
+        try:
+            metadata.distribution(requirement.name)
+        except metadata.PackageNotFoundError:
+            found.append(f"{requirement.name}{requirement.specifier}")
     return found
 
 

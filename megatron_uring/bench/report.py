@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
+from megatron_uring import write
 from megatron_uring.bench.summary import GIGABYTE, MEGABYTE, Summary
 
 _WIDTH = 100
@@ -130,12 +131,13 @@ def write_json(path: str, found: dict[str, Any]) -> None:
 
 def machine(directory: str) -> dict[str, Any]:
     """Kernel, processor, memory, file system and versions."""
+    storage = write.describe_storage(directory)
     return {
         "kernel": platform.release(),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "memory_gb": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIGABYTE,
-        "filesystem": _file_system(directory),
+        "filesystem": f"{storage.file_system} ({storage.mount_options})",
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
     }
@@ -145,18 +147,6 @@ def _cpu_model() -> str:
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _file_system(directory: str) -> str:
-    """Type and options of the mount that holds `directory`."""
-    path, best = os.path.realpath(directory), ("", "unknown")
-    with open("/proc/mounts", encoding="utf-8") as file:
-        for line in file:
-            _, mount, kind, options, *_ = line.split()
-            inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-            if inside and len(mount) >= len(best[0]):
-                best = (mount, f"{kind} ({options})")
-    return best[1]
 
 
 def _version(name: str) -> str:

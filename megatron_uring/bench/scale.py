@@ -19,18 +19,18 @@ import resource
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from megatron_uring import _engine, index, ownership, plan
-from megatron_uring.columns import widen
+from megatron_uring.bench.measure import status_bytes
 from megatron_uring.config import Config
 from megatron_uring.index_rules import assemble_index
 from megatron_uring.layout import BLOCK_BYTES, DTYPE_BYTES, DTYPE_NAMES, INDEX_NAME
+from megatron_uring.progress import Clock
 from megatron_uring.shards import ShardTable
 from megatron_uring.tables import Contents, Extents, Regions, Structure
 
@@ -40,6 +40,7 @@ RANKS = 100
 _ROWS, _COLUMNS = 128, 1024  # of a bfloat16 shard: 256 KiB
 _MEMORY_PART = 0.8
 _TIMEOUT_S = 500.0
+_INPUTS = "inputs"  # what the subject does not do
 
 
 @dataclass(frozen=True)
@@ -118,14 +119,15 @@ def _measure_apart(shape: str, size: int, folder: str) -> dict[str, Any]:
 
 def measure_here(shape: str, count: int, folder: str) -> Point:
     """One size, in this process."""
-    imported = _resident_bytes()
+    imported = status_bytes("VmRSS")
     parts = describe_ranks(count, SHAPES[shape])
-    inputs = _resident_bytes()
-    phases: dict[str, float] = {}
+    inputs = status_bytes("VmRSS")
     path = os.path.join(folder, INDEX_NAME)
-    _save_side(parts, path, phases)
-    save_s = sum(phases.values())
-    _load_side(folder, phases)
+    clock = Clock()
+    _save_side(parts, path, clock)
+    _load_side(folder, clock)
+    phases = {name: seconds for name, seconds in clock.phases_s.items() if name != _INPUTS}
+    save_s = sum(seconds for name, seconds in phases.items() if name.startswith("save"))
     return Point(
         shape,
         count,
@@ -133,7 +135,7 @@ def measure_here(shape: str, count: int, folder: str) -> Point:
         sum(phases.values()) - save_s,
         imported,
         inputs,
-        _peak_bytes(),
+        status_bytes("VmHWM"),
         os.path.getsize(path),
         phases,
     )
@@ -170,8 +172,7 @@ def describe_ranks(count: int, shards_per_key: int) -> list[ShardTable]:
     return tables
 
 
-def _save_side(parts: list[ShardTable], path: str, phases: dict[str, float]) -> None:
-    clock = _Laps(phases)
+def _save_side(parts: list[ShardTable], path: str, clock: Clock) -> None:
     packed, regions = [], []
     for rank, shards in enumerate(parts):
         lengths = shards.lengths()
@@ -193,7 +194,7 @@ def _save_side(parts: list[ShardTable], path: str, phases: dict[str, float]) -> 
     ownership.check_ownership(world.shards, world.rank, world.owner)
     clock.lap("save: ownership")
     contents = _contents(regions)
-    clock.skip()
+    clock.lap(_INPUTS)
     assembled = assemble_index("0" * 16, world, contents, {}, None)
     clock.lap("save: assemble")
     sealed = index.sealed(assembled)
@@ -212,62 +213,24 @@ def _contents(regions: list[tuple[int, int, int]]) -> Contents:
     return Contents((), nothing, Regions(rank, rank, columns[:, 1], columns[:, 2], checksums))
 
 
-def _load_side(folder: str, phases: dict[str, float]) -> None:
-    clock = _Laps(phases)
+def _load_side(folder: str, clock: Clock) -> None:
     found = index.read_index(folder)
     clock.lap("load: read and check index")
     shards = found.shards
     # requests come with keys of their own, as a program's state does
-    wanted = ShardTable(
-        tuple(list(shards.keys)),
-        shards.tensor,
-        shards.dtype,
-        shards.ndim,
-        shards.global_shape,
-        shards.offset,
-        shards.shape,
-    )
+    wanted = replace(shards, keys=tuple(key.encode().decode() for key in shards.keys))
     strides = plan.contiguous_strides(wanted.shape, DTYPE_BYTES[wanted.dtype])
-    width = wanted.shape.shape[1]
-    clock.skip()
+    clock.lap(_INPUTS)
     restoring = plan.plan_restore(
         shards,
         found.shard_extents,
         found.regions,
         wanted,
-        widen(strides, width, 0),
+        strides,
         gap_bytes=Config().gap_bytes,
     )
     clock.lap("load: plan restore")
     assert len(restoring.request) == len(shards)
-
-
-class _Laps:
-    """Seconds of each step."""
-
-    def __init__(self, phases: dict[str, float]) -> None:
-        self._phases, self._began = phases, time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        """End a step."""
-        now = time.perf_counter()
-        self._phases[name] = now - self._began
-        self._began = now
-
-    def skip(self) -> None:
-        """What was done since the last step is not the subject's."""
-        self._began = time.perf_counter()
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _peak_bytes() -> int:
-    # ru_maxrss would not do: a process inherits its parent's
-    with open("/proc/self/status", encoding="ascii") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:"))
 
 
 def _limit_memory() -> None:

@@ -36,6 +36,7 @@ from megatron_uring.comm import Communicator
 from megatron_uring.config import Config
 from megatron_uring.megatron.switch import disable, enable
 
+FOLDER = "megatron_uring_bench"  # made in the directory that is measured
 LARGE, SMALL, RESTORE, TINY = "large", "small", "restore", "tiny"
 TINY_FIRST, TINY_SECOND = "tiny, first save", "tiny, second save"
 BIG_FIRST, BIG_SECOND = "large, first save", "large, second save"

@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 SECTIONS = ("large", "small", "restore", "tiny", "scale")
-_FOLDER = "megatron_uring_bench"
 _GROUP_TIMEOUT_S = 600.0
 
 
@@ -44,13 +43,13 @@ def run(options: Options) -> dict[str, Any] | None:
     """Measure; collective. Returns machine, rows, table and figures on rank 0, None elsewhere."""
     from megatron_uring import comm
     from megatron_uring.bench import measure, peers
-    from megatron_uring.bench.sections import Bench
+    from megatron_uring.bench.sections import FOLDER, Bench
     from megatron_uring.config import Config
 
     config = Config.from_environment()
     world = comm.connect(config.timeout_s, config.communicator)
     no_group = measure.attempt(world, lambda: _join_torch(world))
-    folder = os.path.join(os.path.abspath(options.directory), _FOLDER)
+    folder = os.path.join(os.path.abspath(options.directory), FOLDER)
     formats = peers.peers(list(options.peers), world, no_group)
     bench = Bench(world, folder, options.trials, formats)
     rows: list[measure.Row] = []
