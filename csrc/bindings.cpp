@@ -203,8 +203,7 @@ void bind_node_cache(py::module_& module) {
                  const py::gil_scoped_release release;
                  return NodeCache::open(path.name, slot_bytes, slot_count);
              }),
-             py::arg("path"), py::arg("slot_bytes"), py::arg("slot_count"))
-        .def_property_readonly("slot_bytes", &NodeCache::slot_bytes);
+             py::arg("path"), py::arg("slot_bytes"), py::arg("slot_count"));
     module.def(
         "sweep_node_caches",
         [](const Path& directory, const std::string& prefix) {

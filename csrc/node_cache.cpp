@@ -160,24 +160,23 @@ void NodeCache::Claim::publish(const std::uint8_t* data, std::int64_t length) no
     // Whoever took over a claim that went stale may write here too: the checksums of what is copied
     // out will tell.
     copy_past_cache(cache_->data_of(slot_), data, length);
-    {
-        const Lock lock(*cache_->header_);
-        Slot& slot = cache_->header_->slots[slot_];
-        if (lock && slot.generation == generation_ && slot.state == reading) {
-            slot.state = ready;
-            slot.since_ns = now_in_ns();
-            ++cache_->header_->published;
-        }
-    }
-    cache_.reset();
+    settle(true);
 }
 
 void NodeCache::Claim::drop() noexcept {
-    if (cache_ == nullptr) return;
+    if (cache_ != nullptr) settle(false);
+}
+
+void NodeCache::Claim::settle(bool filled) noexcept {
     {
-        const Lock lock(*cache_->header_);
-        Slot& slot = cache_->header_->slots[slot_];
-        if (lock && slot.generation == generation_ && slot.state == reading) slot.state = empty;
+        Header& header = *cache_->header_;
+        const Lock lock(header);
+        Slot& slot = header.slots[slot_];
+        if (lock && slot.generation == generation_ && slot.state == reading) {
+            slot.state = filled ? ready : empty;
+            slot.since_ns = now_in_ns();
+            header.published += filled ? 1 : 0;
+        }
     }
     cache_.reset();
 }

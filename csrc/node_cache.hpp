@@ -55,6 +55,8 @@ class NodeCache : public std::enable_shared_from_this<NodeCache> {
         void drop() noexcept;
 
       private:
+        void settle(bool filled) noexcept;
+
         std::shared_ptr<NodeCache> cache_;
         std::int64_t slot_ = 0;
         std::uint64_t generation_ = 0;
@@ -72,8 +74,6 @@ class NodeCache : public std::enable_shared_from_this<NodeCache> {
     ~NodeCache();
     NodeCache(const NodeCache&) = delete;
     NodeCache& operator=(const NodeCache&) = delete;
-
-    std::int64_t slot_bytes() const noexcept { return slot_bytes_; }
 
     // Copies the chunk to `to` if it is here and its blocks have the checksums `expected`. `busy`:
     // another process reads it just now; not answered unless `patient`.

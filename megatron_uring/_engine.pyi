@@ -87,8 +87,6 @@ class NodeCache:
     """
 
     def __init__(self, path: str, slot_bytes: int, slot_count: int) -> None: ...
-    @property
-    def slot_bytes(self) -> int: ...
 
 def sweep_node_caches(directory: str, prefix: str) -> None:
     """Remove caches whose names begin with `prefix` and that no process holds."""

@@ -9,6 +9,8 @@ Guarantees
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,13 +21,14 @@ from megatron_uring.shards import ShardTable
 _AXIS_LIMIT = 1 << 62
 
 
-def tensor_numbers(saved: ShardTable, wanted: ShardTable) -> Int64Array:
-    """Place of each wanted row's key among those of `saved`, int64 [wanted]; all are there."""
-    if saved.keys == wanted.keys:
-        return wanted.tensor.astype(np.int64)
+def in_terms_of(saved: ShardTable, wanted: ShardTable) -> ShardTable:
+    """`wanted` with the keys of `saved`, among which all of its own are, and their numbers."""
+    if saved.keys is wanted.keys:
+        return wanted
     position = dict(zip(saved.keys, range(len(saved.keys)), strict=True))
-    number = np.fromiter(map(position.__getitem__, wanted.keys), np.int64, len(wanted.keys))
-    return number[wanted.tensor] if len(wanted) else np.zeros(0, np.int64)
+    number = np.fromiter(map(position.__getitem__, wanted.keys), np.int32, len(wanted.keys))
+    tensor = number[wanted.tensor] if len(wanted) else wanted.tensor
+    return replace(wanted, keys=saved.keys, tensor=tensor)
 
 
 def candidate_pairs(saved: ShardTable, wanted: ShardTable) -> tuple[Int64Array, Int64Array]:
@@ -34,10 +37,10 @@ def candidate_pairs(saved: ShardTable, wanted: ShardTable) -> tuple[Int64Array, 
 
     Every pair that does is among them. Both tables have the same number of dimensions.
     """
-    tensor = tensor_numbers(saved, wanted)
+    wanted = in_terms_of(saved, wanted)
     if not len(wanted) or not len(saved):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    begin, end, low, high = _on_one_axis(saved, wanted, tensor)
+    begin, end, low, high = _on_one_axis(saved, wanted)
     if (np.diff(begin) >= 0).all():
         order = np.arange(len(begin))
     else:
@@ -53,7 +56,7 @@ def candidate_pairs(saved: ShardTable, wanted: ShardTable) -> tuple[Int64Array, 
 
 
 def _on_one_axis(
-    saved: ShardTable, wanted: ShardTable, tensor: Int64Array
+    saved: ShardTable, wanted: ShardTable
 ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
     """Begin and end of each saved and of each wanted box on one axis, on which no two tensors meet.
 
@@ -63,8 +66,8 @@ def _on_one_axis(
     extent = saved.global_shape[row]
     parts = extent // np.maximum(saved.shape[row], 1)
     if not extent.shape[1]:  # no dimension at all: one element each
-        base = np.arange(len(row), dtype=np.int64)
-        return base[saved.tensor], base[saved.tensor] + 1, base[tensor], base[tensor] + 1
+        own, other = saved.tensor.astype(np.int64), wanted.tensor.astype(np.int64)
+        return own, own + 1, other, other + 1
     cut = np.argmax(parts, axis=1)
     # A wanted box may reach beyond the saved tensor (partial restores), on both sides.
     room = np.take_along_axis(extent, cut[:, None], axis=1)[:, 0]
@@ -73,7 +76,8 @@ def _on_one_axis(
         cut = np.full(len(room), -1)
     base = np.cumsum(room + 1) - (room + 1)  # apart, so that no empty box lies in another tensor
 
-    def placed(table: ShardTable, number: Int64Array) -> tuple[Int64Array, Int64Array]:
+    def placed(table: ShardTable) -> tuple[Int64Array, Int64Array]:
+        number = table.tensor
         chosen, limit, start = cut[number], room[number], base[number]
         begin, end = np.zeros(len(number), np.int64), limit.copy()
         for dimension in range(table.shape.shape[1]):
@@ -84,7 +88,7 @@ def _on_one_axis(
             end = np.where(here, stop, end)
         return start + begin, start + end
 
-    return *placed(saved, saved.tensor.astype(np.int64)), *placed(wanted, tensor)
+    return *placed(saved), *placed(wanted)
 
 
 def _search(axis: Int64Array, values: Int64Array, side: str) -> npt.NDArray[np.intp]:

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_uring.columns import (
     BoolArray,
@@ -41,7 +40,7 @@ from megatron_uring.layout import (
     SUPERBLOCK_BYTES,
     round_up,
 )
-from megatron_uring.overlap import candidate_pairs, tensor_numbers
+from megatron_uring.overlap import candidate_pairs
 from megatron_uring.shards import ShardTable, describe_shard
 from megatron_uring.tables import Boxes, Extents, Regions, RestorePlan
 
@@ -216,12 +215,7 @@ def plan_restore(
         piece_start=piece_start[order],
         request=pair_request[order],
         memory_offset=memory_offset[order],
-        boxes=Boxes(
-            boxes.run_bytes[order],
-            boxes.counts.take(order, axis=0),
-            boxes.file_strides.take(order, axis=0),
-            boxes.memory_strides.take(order, axis=0),
-        ),
+        boxes=boxes.take(order),
     )
 
 
@@ -250,11 +244,6 @@ def _intersect(
         wanted_low + wanted.shape.take(pair_request, axis=0),
     )
     return _Intersections(low - saved_low, low - wanted_low, high - low)
-
-
-def first_rows_of(saved: ShardTable, wanted: ShardTable) -> npt.NDArray[np.intp]:
-    """Row of the first saved shard of each request's tensor, intp [requests]."""
-    return saved.first_rows()[tensor_numbers(saved, wanted)]
 
 
 def _check_covered(

@@ -23,6 +23,7 @@ import statistics
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,7 @@ _DEPTH_MAXIMUM = 32
 _ROUNDS = 2
 _FILE_BYTES = 128 * MEBIBYTE
 _CLEARLY_FASTER = 1.15
-CHOSEN = ("slab_bytes", "slab_count", "queue_depth")
+_CHOSEN = ("slab_bytes", "slab_count", "queue_depth")
 
 _log = logging.getLogger(__name__)
 _remembered: dict[str, Tuning] = {}
@@ -66,7 +67,12 @@ class Tuning:
 
     def apply(self, config: Config) -> Config:
         """`config` with these sizes."""
-        return replace(config, **{name: getattr(self, name) for name in CHOSEN})
+        return replace(
+            config,
+            slab_bytes=self.slab_bytes,
+            slab_count=self.slab_count,
+            queue_depth=self.queue_depth,
+        )
 
 
 def tune(directory: str, config: Config, state_bytes: int) -> Config:
@@ -76,9 +82,7 @@ def tune(directory: str, config: Config, state_bytes: int) -> Config:
     Called on one rank, which tells the others. The probe runs at most once for each file system;
     with ``probe="auto"`` only if the state is large.
     """
-    default = Config()
-    chosen = any(getattr(config, name) != getattr(default, name) for name in CHOSEN)
-    if config.probe == "off" or chosen:
+    if config.probe == "off" or _user_chose(config):
         return config
     key = _key(directory)
     found = _remembered.get(key) or _read_store().get(key)
@@ -88,6 +92,20 @@ def tune(directory: str, config: Config, state_bytes: int) -> Config:
         except (CheckpointError, OSError) as error:
             _log.warning("probe of %s failed, the defaults stay: %s", directory, error)
     return config if found is None else found.apply(config)
+
+
+def sizes(config: Config) -> dict[str, int]:
+    """The sizes that a probe chooses, by name, to send."""
+    return {name: getattr(config, name) for name in _CHOSEN}
+
+
+def adopt(config: Config, tuned: dict[str, Any]) -> Config:
+    """`config` with the sizes `tuned` of another rank, unless the user chose this rank's own."""
+    return config if _user_chose(config) else replace(config, **tuned)
+
+
+def _user_chose(config: Config) -> bool:
+    return sizes(config) != sizes(Config())
 
 
 def probe(directory: str, config: Config) -> Tuning:

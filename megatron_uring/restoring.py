@@ -19,12 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_uring import _engine, plan, read, stage, tensors
-from megatron_uring.columns import BoolArray, format_box, widen
+from megatron_uring.columns import BoolArray, every, format_box, widen
 from megatron_uring.config import Config
 from megatron_uring.errors import StateMismatchError, UnsupportedError
 from megatron_uring.index_rules import Index
 from megatron_uring.layout import DTYPE_NAMES
 from megatron_uring.objects import deserialize_object
+from megatron_uring.overlap import in_terms_of
 from megatron_uring.progress import Clock
 from megatron_uring.shards import ShardTable
 from megatron_uring.tables import Extents, Ranges, RestorePlan
@@ -88,36 +89,11 @@ def restore_requests(
     clock.lap("index")
     buffers = _object_buffers(index, object_keys, directory, prefix)
     clock.lap("allocate")
-    everything = [*requests, *buffers]
     _check_keys(directory, index, requests)
-    saved, extents = _with_objects(index, prefix)
-    given = [request.tensor for request in everything]
-    partial = np.fromiter((request.partial for request in everything), bool, len(everything))
-    wanted, strides = tensors.describe(
-        [request.key for request in everything],
-        given,
-        [request.global_shape for request in everything],
-        [request.offset for request in everything],
-        operation="restore",
+    everything = [*requests, *buffers]
+    restoring, destinations, state_bytes = _plan(
+        directory, index, everything, prefix, config, clock
     )
-    saved_row = plan.first_rows_of(saved, wanted)
-    in_place = tensors.writable_in_place(given, wanted, strides)
-    _check_memory(directory, everything, in_place)
-    _check_fit(directory, saved, saved_row, wanted, partial, config)
-    in_place &= saved.dtype[saved_row] == wanted.dtype
-    clock.lap("plan")
-    destinations = stage.prepare_destinations(given, in_place, saved.dtype[saved_row])
-    clock.lap("allocate")
-    restoring = plan.plan_restore(
-        saved,
-        extents,
-        index.regions,
-        wanted,
-        destinations.strides(wanted.ndim, wanted.shape.shape[1]),
-        gap_bytes=config.gap_bytes,
-        partial=partial,
-    )
-    clock.lap("plan")
     jobs = _execute(directory, index, engine, restoring, destinations, config)
     clock.lap("read")
     destinations.finish()
@@ -129,13 +105,58 @@ def restore_requests(
     shared_bytes = sum(job.bytes_shared for job in jobs)
     return Restored(
         objects,
-        int(wanted.lengths().sum()),
+        state_bytes,
         sum(job.bytes_total for job in jobs) - shared_bytes,
         shared_bytes,
         len(np.unique(restoring.range_subfile)),
         sum(job.copy_s for job in jobs),
         sum(job.checksum_s for job in jobs),
     )
+
+
+def _plan(
+    directory: str,
+    index: Index,
+    requests: Sequence[Request],
+    prefix: str,
+    config: Config,
+    clock: Clock,
+) -> tuple[RestorePlan, stage.Destinations, int]:
+    """Refuse what does not fit; what to read for the requests, where it goes, and the bytes that
+    are asked for.
+    """
+    saved, extents = _with_objects(index, prefix)
+    given = [request.tensor for request in requests]
+    partial = np.fromiter((request.partial for request in requests), bool, len(requests))
+    wanted, strides = tensors.describe(
+        [request.key for request in requests],
+        given,
+        [request.global_shape for request in requests],
+        [request.offset for request in requests],
+        operation="restore",
+    )
+    wanted = in_terms_of(saved, wanted)
+    saved_row = saved.first_rows()[wanted.tensor]
+    in_place = tensors.writable_in_place(given, wanted, strides)
+    _check_memory(directory, requests, in_place)
+    _check_fit(directory, saved, saved_row, wanted, partial, config)
+    in_place &= saved.dtype[saved_row] == wanted.dtype
+    clock.lap("plan")
+    destinations = stage.prepare_destinations(
+        given, in_place, saved.dtype[saved_row], strides, wanted.ndim
+    )
+    clock.lap("allocate")
+    restoring = plan.plan_restore(
+        saved,
+        extents,
+        index.regions,
+        wanted,
+        destinations.strides,
+        gap_bytes=config.gap_bytes,
+        partial=partial,
+    )
+    clock.lap("plan")
+    return restoring, destinations, int(wanted.lengths().sum())
 
 
 def _execute(
@@ -275,10 +296,9 @@ def _check_fit(
 ) -> None:
     """Refuse requests whose global shape or dtype is not that of the saved tensor."""
     width = max(saved.shape.shape[1], wanted.shape.shape[1])
-    shape = widen(saved.global_shape, width, 1)[saved_row]
-    same_shape = (saved.ndim[saved_row] == wanted.ndim) & np.all(
-        shape == widen(wanted.global_shape, width, 1), axis=1
-    )
+    shape = widen(saved.global_shape, width, 1).take(saved_row, axis=0)
+    same_shape = every(shape == widen(wanted.global_shape, width, 1))
+    same_shape &= saved.ndim[saved_row] == wanted.ndim
     odd_shape = np.flatnonzero(~same_shape & ~partial)
     converts = partial | config.allow_dtype_conversion
     odd_dtype = np.flatnonzero((saved.dtype[saved_row] != wanted.dtype) & ~converts)

@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -96,9 +96,9 @@ class Saving:
                 commit.sweep_debris(directory)
                 storage = write.describe_storage(directory, config.stripe_bytes)
                 own_bytes = int(provided.shards.lengths()[provided.owner].sum())
-                config = probing.tune(directory, config, own_bytes)
+                tuned = probing.tune(directory, config, own_bytes)
                 setting = {
-                    **{name: getattr(config, name) for name in probing.CHOSEN},
+                    "tuned": probing.sizes(tuned) if tuned is not config else {},
                     "save_id": commit.new_save_id(),
                     "replaces": commit.committed_save_id(directory),
                     "stripe_bytes": storage.stripe_bytes,
@@ -108,8 +108,7 @@ class Saving:
                 }
         message = json.dumps(setting).encode() if world.rank == 0 else None
         setting = json.loads(world.broadcast(message))
-        # sizes alone, so that what else a rank was told (its threads) stays its own
-        config = replace(config, **{name: setting[name] for name in probing.CHOSEN})
+        config = probing.adopt(config, setting["tuned"])
         clock.lap("begin")
         return cls(world, directory, config, setting, clock)
 

@@ -126,16 +126,12 @@ class HostTensors:
 def host_tensors(provided: Provided) -> HostTensors:
     """The owned tensors where they are, or, for those on a device, a copy in host memory."""
     rows = np.flatnonzero(provided.owner)
-    strides = provided.strides[rows]
     alive: list[torch.Tensor] = list(compress(provided.tensors, provided.owner.tolist()))
-    if not tensors.on_host(alive):
-        for position, row in enumerate(rows.tolist()):
-            tensor = alive[position]
-            if not tensor.is_cpu:
-                tensor = tensor.detach().to("cpu", memory_format=torch.contiguous_format)
-                ndim = provided.shards.ndim[row : row + 1]
-                alive[position] = tensor
-                strides[position] = tensors.byte_strides([tensor], ndim, strides.shape[1])[0]
+    elsewhere = np.flatnonzero(~tensors.on_host(alive))
+    for position in elsewhere.tolist():
+        tensor = alive[position].detach()
+        alive[position] = tensor.to("cpu", memory_format=torch.contiguous_format)
+    strides = _with_strides(provided.strides[rows], alive, elsewhere, provided.shards.ndim[rows])
     return HostTensors(tensors.addresses(alive), strides, tuple(alive))
 
 
@@ -161,7 +157,7 @@ def stage_tensors(
     filled = np.flatnonzero(length > 0)
     order = filled[np.argsort(start[filled], kind="stable")]
     zeros = np.zeros(len(order), np.int32)
-    return Staged(_pieces(zeros, start[order], address[order], boxes, order), alive)
+    return Staged(_pieces(zeros, start[order], address[order], boxes.take(order)), alive)
 
 
 def _with_head(boxes: Boxes, head_bytes: int) -> Boxes:
@@ -189,7 +185,9 @@ def stage_objects(objects: Sequence[bytes], start: Int64Array) -> Staged:
     order = filled[np.argsort(start[filled], kind="stable")]
     none = np.zeros((len(objects), 0), np.int64)
     boxes = Boxes(length, none, none, none)
-    pieces = _pieces(np.zeros(len(order), np.int32), start[order], address[order], boxes, order)
+    pieces = _pieces(
+        np.zeros(len(order), np.int32), start[order], address[order], boxes.take(order)
+    )
     return Staged(pieces, tuple(views))
 
 
@@ -198,16 +196,15 @@ def _pieces(
     file_start: Int64Array,
     address: npt.NDArray[np.uint64],
     boxes: Boxes,
-    order: npt.NDArray[np.intp],
 ) -> _engine.Pieces:
     return _engine.Pieces(
         file_number,
         file_start,
         address,
-        boxes.run_bytes[order],
-        np.ascontiguousarray(boxes.counts[order]),
-        np.ascontiguousarray(boxes.file_strides[order]),
-        np.ascontiguousarray(boxes.memory_strides[order]),
+        boxes.run_bytes,
+        np.ascontiguousarray(boxes.counts),
+        np.ascontiguousarray(boxes.file_strides),
+        np.ascontiguousarray(boxes.memory_strides),
     )
 
 
@@ -226,15 +223,12 @@ class Destinations:
     afterwards.
 
     `written[i]` is the caller's tensor itself, or a scratch tensor whose values `finish` copies
-    into ``given[i]``.
+    into ``given[i]``. `strides` int64 [requests, D] are those of `written`, in bytes.
     """
 
     given: tuple[torch.Tensor, ...]
     written: tuple[torch.Tensor, ...]
-
-    def strides(self, ndim: Uint8Array, width: int) -> Int64Array:
-        """Byte strides of `written`, int64 [requests, width]; see `tensors.byte_strides`."""
-        return tensors.byte_strides(self.written, ndim, width)
+    strides: Int64Array
 
     def finish(self) -> None:
         """Copy the scratch tensors to where they were wanted."""
@@ -245,19 +239,40 @@ class Destinations:
 
 
 def prepare_destinations(
-    given: Sequence[torch.Tensor], in_place: BoolArray, dtype: Uint8Array
+    given: Sequence[torch.Tensor],
+    in_place: BoolArray,
+    dtype: Uint8Array,
+    strides: Int64Array,
+    ndim: Uint8Array,
 ) -> Destinations:
     """Destinations for tensors whose saved dtype codes are `dtype`, uint8 [N]; values already there
     survive a partial restore.
 
     `in_place` bool [N] says which of them native code may fill as they are
-    (`tensors.writable_in_place`, and of the saved dtype).
+    (`tensors.writable_in_place`, and of the saved dtype); `strides` int64 [N, D] and `ndim` uint8
+    [N] are those of `tensors.describe`.
     """
     written = list(given)
-    for number in np.flatnonzero(~in_place).tolist():
+    others = np.flatnonzero(~in_place)
+    for number in others.tolist():
         saved_dtype = tensors.torch_dtype(int(dtype[number]))
         written[number] = _scratch(given[number].detach(), saved_dtype)
-    return Destinations(tuple(given), tuple(written))
+    return Destinations(tuple(given), tuple(written), _with_strides(strides, written, others, ndim))
+
+
+def _with_strides(
+    strides: Int64Array,
+    owners: Sequence[torch.Tensor],
+    rows: npt.NDArray[np.intp],
+    ndim: Uint8Array,
+) -> Int64Array:
+    """`strides` with those of `owners` in `rows`, whose tensors were replaced."""
+    if not len(rows):
+        return strides
+    changed: Int64Array = strides.copy()
+    replaced = [owners[row] for row in rows.tolist()]
+    changed[rows] = tensors.byte_strides(replaced, ndim[rows], strides.shape[1])
+    return changed
 
 
 def _scratch(target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -275,9 +290,7 @@ def stage_destinations(
     """Pieces that scatter what the plan reads; `file_number` int32 [pieces] is the place of each
     one's file.
     """
-    address = tensors.addresses(destinations.written)[plan.request] + plan.memory_offset.astype(
-        np.uint64
-    )
-    everything = np.arange(len(plan.piece_start))
-    pieces = _pieces(file_number, plan.piece_start, address, plan.boxes, everything)
+    first_byte = tensors.addresses(destinations.written)
+    address = first_byte[plan.request] + plan.memory_offset.astype(np.uint64)
+    pieces = _pieces(file_number, plan.piece_start, address, plan.boxes)
     return Staged(pieces, (destinations,))

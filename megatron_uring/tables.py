@@ -252,6 +252,15 @@ class Boxes:
     file_strides: Int64Array
     memory_strides: Int64Array
 
+    def take(self, rows: npt.NDArray[np.intp]) -> Boxes:
+        """The same boxes in the order `rows`, or only some of them."""
+        return Boxes(
+            self.run_bytes[rows],
+            self.counts.take(rows, axis=0),
+            self.file_strides.take(rows, axis=0),
+            self.memory_strides.take(rows, axis=0),
+        )
+
 
 @dataclass(frozen=True)
 class Ranges:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_uring.columns import Int64Array, Uint8Array, Uint64Array, join
+from megatron_uring.columns import BoolArray, Int64Array, Uint8Array, Uint64Array, join
 from megatron_uring.errors import StateMismatchError, UnsupportedError
 from megatron_uring.layout import DTYPE_BYTES, DTYPE_NAMES, MAXIMUM_DIMENSIONS
 from megatron_uring.shards import ShardTable
@@ -64,9 +64,7 @@ def describe(
         )
     _check_dtypes(keys, tensors, codes, operation)
     width = int(ndim.max()) if count else 0
-    dimension = np.arange(width)
-    whole = dimension < ndim[:, None]
-    own = whole & (dimension >= (ndim - own_ndim)[:, None])
+    whole, own = _filled(ndim, own_ndim, width)
     names, tensor = _number(keys)
     table = ShardTable(
         names,
@@ -111,7 +109,16 @@ def _flat(rows: Iterable[Iterable[int]]) -> Int64Array:
     return np.fromiter(chain.from_iterable(rows), np.int64)
 
 
-def _spread(values: Int64Array, where: npt.NDArray[np.bool_], fill: int) -> Int64Array:
+def _filled(ndim: Int64Array, own_ndim: Int64Array, width: int) -> tuple[BoolArray, BoolArray]:
+    """Columns that hold dimensions of the global tensor, and those of the tensor, its last ones:
+    bool [N, width] each.
+    """
+    dimension = np.arange(width)
+    whole = dimension < ndim[:, None]
+    return whole, whole & (dimension >= (ndim - own_ndim)[:, None])
+
+
+def _spread(values: Int64Array, where: BoolArray, fill: int) -> Int64Array:
     """[N, D]: the values in order `where` it is true, `fill` elsewhere."""
     column = np.full(where.shape, fill, np.int64)
     column[where] = values
@@ -133,8 +140,7 @@ def byte_strides(tensors: Sequence[torch.Tensor], ndim: Uint8Array, width: int) 
     """
     count = len(tensors)
     own_ndim = np.fromiter(map(torch.Tensor.dim, tensors), np.int64, count)
-    dimension, ndim = np.arange(width), ndim.astype(np.int64)
-    own = (dimension < ndim[:, None]) & (dimension >= (ndim - own_ndim)[:, None])
+    _, own = _filled(ndim.astype(np.int64), own_ndim, width)
     item_bytes = np.fromiter(map(torch.Tensor.element_size, tensors), np.int64, count)
     return _spread(_flat(map(torch.Tensor.stride, tensors)), own, 0) * item_bytes[:, None]
 
@@ -144,9 +150,9 @@ def addresses(tensors: Sequence[torch.Tensor]) -> Uint64Array:
     return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
 
 
-def on_host(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all of them are in host memory."""
-    return all(map(attrgetter("is_cpu"), tensors))
+def on_host(tensors: Sequence[torch.Tensor]) -> BoolArray:
+    """Which of them are in host memory, bool [N]."""
+    return np.fromiter(map(attrgetter("is_cpu"), tensors), np.bool_, len(tensors))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -221,7 +227,7 @@ def shares_elements(tensor: torch.Tensor) -> bool:
 
 def writable_in_place(
     tensors: Sequence[torch.Tensor], table: ShardTable, strides: Int64Array
-) -> npt.NDArray[np.bool_]:
+) -> BoolArray:
     """Which tensors native code may fill directly, but for their dtype: bool [N].
 
     `table` and `strides` are those of `describe`; a tensor with two elements at one address is not.
@@ -233,7 +239,7 @@ def writable_in_place(
         and not (tensor.is_neg() or tensor.is_conj() or tensor.is_nested)
         for kind, tensor in zip(map(type, tensors), tensors, strict=True)
     ]
-    shared: npt.NDArray[np.bool_] = np.any((strides == 0) & (table.shape > 1), axis=1)
+    shared: BoolArray = np.any((strides == 0) & (table.shape > 1), axis=1)
     return np.array(facts, np.bool_) & ~shared
 
 

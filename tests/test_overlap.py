@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_uring.overlap import candidate_pairs, tensor_numbers
+from megatron_uring.overlap import candidate_pairs, in_terms_of
 from megatron_uring.shards import ShardTable
 
 
@@ -102,4 +102,6 @@ def test_keys_in_another_order_keep_their_numbers():
             for name in ("tensor", "dtype", "ndim", "global_shape", "offset", "shape")
         ),
     )
-    assert tensor_numbers(saved, wanted).tolist() == [1, 0]
+    renumbered = in_terms_of(saved, wanted)
+    assert renumbered.keys == saved.keys
+    assert renumbered.tensor.tolist() == [1, 0]

@@ -144,3 +144,10 @@ def test_a_save_uses_what_was_found(tmp_path, timed, save):
     timed({16: 1.0, 4: 1.0, 32: 0.1})
     report = save({"a": 1}, str(tmp_path), config=Config(engine="posix", probe="on"))
     assert report.staging == "4 slabs of 32 MiB, depth 4"
+
+
+def test_another_ranks_sizes_are_taken_unless_this_rank_has_its_own():
+    tuned = probing.sizes(Config(slab_bytes=4 << 20, slab_count=32, queue_depth=32))
+    assert probing.adopt(Config(engine="posix"), tuned) == Config(engine="posix", **tuned)
+    assert probing.adopt(Config(slab_count=2), tuned) == Config(slab_count=2)
+    assert probing.adopt(Config(), {}) == Config()

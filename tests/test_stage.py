@@ -13,7 +13,7 @@ def prepare(tensor, dtype=torch.float32):
     table, strides = tensors.describe(["k"], [tensor], [shape], [(0,) * len(shape)])
     code = np.array([tensors.DTYPE_CODE[dtype]], np.uint8)
     in_place = tensors.writable_in_place([tensor], table, strides) & (table.dtype == code)
-    return stage.prepare_destinations([tensor], in_place, code)
+    return stage.prepare_destinations([tensor], in_place, code, strides, table.ndim)
 
 
 def test_one_engine_is_kept_for_each_set_of_options(config):
