@@ -48,7 +48,8 @@ class Report:
     engine, communicator, aggregation, staging
         What ran, and why.
     direct
-        Whether O_DIRECT was in force on this rank's subfile (save).
+        Whether O_DIRECT was in force on this rank's subfile (save), or on all that were read
+        (restore).
     shared_bytes
         What other ranks of the node had read already (restore), beyond `file_bytes`.
     copy_s, checksum_s
@@ -225,6 +226,7 @@ def restore_into(
         clock.seconds,
         dict(clock.phases_s),
         engine=engine.reason,
+        direct=restored.direct,
         shared_bytes=restored.shared_bytes,
         copy_s=restored.copy_s,
         checksum_s=restored.checksum_s,

@@ -67,7 +67,9 @@ def status(as_json: bool) -> None:
 def probe(directory: str, as_json: bool) -> None:
     """Measure which slab size writes fastest to DIRECTORY's file system, and remember it.
 
-    Takes a second or two; saves to that file system use the answer from then on.
+    Takes a second or two. Saves of this user to that file system, from this machine and kernel, use
+    the answer from then on, unless a size is set to something else than its default. It is kept in
+    megatron_uring/probe.json below ~/.cache or XDG_CACHE_HOME; without that file it is forgotten.
     """
     sys.exit(_guarded(lambda: _probe(directory, as_json)))
 
@@ -141,6 +143,8 @@ def _probe(directory: str, as_json: bool) -> int:
         chosen = int(mebibytes) << 20 == found.slab_bytes
         table.add_row(mebibytes, f"{rate:.2f}", "chosen" if chosen else "")
     open_console().print(table)
+    more = round(100 * (probing.CLEARLY_FASTER - 1))
+    click.echo(f"another slab size is chosen only if it is {more} % faster than the default")
     return 0
 
 

@@ -184,8 +184,10 @@ def _check_number(name: str, value: object, fraction: bool) -> None:
     least, most = _BOUNDS[name]
     kinds = (int, float) if fraction else (int,)
     if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
-        kind = "a number" if fraction else "a whole number"
-        raise _refused(name, value, f"{kind} from {least:g} to {most:g}")
+        if fraction:
+            raise _refused(name, value, f"a number from {least:g} to {most:g}")
+        unit = " of bytes" if name.endswith("_bytes") else ""
+        raise _refused(name, value, f"a whole number{unit} from {least} to {most}")
 
 
 def _refuse_unknown(operation: str, given: Iterable[str], known: Iterable[str]) -> None:

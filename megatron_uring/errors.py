@@ -10,6 +10,7 @@ Guarantees
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar
 
 
@@ -123,9 +124,12 @@ def as_checkpoint_error(
         return error
     if isinstance(error, OSError):
         reason = error.strerror or str(error)
-        wrapped: CheckpointError = StorageError(
-            operation, path=error.filename or path, cause=reason
-        )
+        where = error.filename or path
+        if error.errno == errno.ENODATA:  # what the engine says of a file that ends early
+            reason = f"{reason}; the file was cut while it was read"
+            wrapped: CheckpointError = CorruptionError(operation, path=where, cause=reason)
+        else:
+            wrapped = StorageError(operation, path=where, cause=reason)
     else:
         wrapped = CheckpointError(operation, path=path, cause=f"{type(error).__name__}: {error}")
     wrapped.__cause__ = error

@@ -2,12 +2,13 @@
 
 Guarantees
 ----------
-- Short: less than a gigabyte is written, and no candidate is begun after `BUDGET_S`. What the probe
+- Short: less than a gigabyte is written, and no candidate is begun after `BUDGET_S`; an answer
+  without all candidates is not kept for other processes. What the probe
   writes is removed; should it be killed, the next save sweeps it.
 - The pool's size does not change: fewer larger slabs or more smaller ones.
 - The default stays unless another choice is clearly faster: a noisy disk must not decide.
-- What the user chose (`slab_bytes`, `slab_count`, `queue_depth`) is never changed. A probe that
-  fails changes nothing.
+- Where the user set one of `slab_bytes`, `slab_count` and `queue_depth` to something else than the
+  default, none of them is changed. A probe that fails changes nothing.
 - The answer is kept per user, machine and file system in a small JSON file, which is replaced as a
   whole; one that cannot be read is as good as none.
 """
@@ -41,7 +42,7 @@ _SLAB_MEBIBYTES = (16, 4, 32)
 _DEPTH_MAXIMUM = 32
 _ROUNDS = 2
 _FILE_BYTES = 128 * MEBIBYTE
-_CLEARLY_FASTER = 1.15
+CLEARLY_FASTER = 1.15
 _CHOSEN = ("slab_bytes", "slab_count", "queue_depth")
 
 _log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def tune(directory: str, config: Config, state_bytes: int) -> Config:
     return config if found is None else found.apply(config)
 
 
-def sizes(config: Config) -> dict[str, int]:
+def sizes(config: Config) -> dict[str, Any]:
     """The sizes that a probe chooses, by name, to send."""
     return {name: getattr(config, name) for name in _CHOSEN}
 
@@ -116,6 +117,7 @@ def probe(directory: str, config: Config) -> Tuning:
     StorageError
         If the directory cannot be written to.
     """
+    config = replace(config, **sizes(Config()))  # the answer is for those who set no size
     candidates = {mebibytes: _candidate(config, mebibytes) for mebibytes in _SLAB_MEBIBYTES}
     seconds: dict[int, list[float]] = {mebibytes: [] for mebibytes in candidates}
     source = np.random.default_rng(0).integers(0, 256, 16 * MEBIBYTE, dtype=np.uint8)
@@ -129,10 +131,10 @@ def probe(directory: str, config: Config) -> Tuning:
         for mebibytes, own in seconds.items()
         if len(own) == _ROUNDS
     }
-    default = _SLAB_MEBIBYTES[0]
-    best = max(speed, key=lambda mebibytes: speed[mebibytes], default=default)
-    if speed.get(best, 0.0) < _CLEARLY_FASTER * speed.get(default, 0.0):
-        best = default
+    default = best = _SLAB_MEBIBYTES[0]
+    complete = len(speed) == len(candidates)
+    if complete and max(speed.values()) >= CLEARLY_FASTER * speed[default]:
+        best = max(speed, key=lambda mebibytes: speed[mebibytes])
     chosen = candidates[best]
     found = Tuning(
         chosen.slab_bytes,
@@ -143,7 +145,12 @@ def probe(directory: str, config: Config) -> Tuning:
     for candidate in candidates.values():
         if candidate not in (chosen, config):  # the caller's own may be at work
             stage.close_engine(candidate)
-    _remember(_key(directory), found)
+    key = _key(directory)
+    _remembered[key] = found
+    if complete:
+        _store_answer(key, found)
+    else:
+        _log.warning("probe of %s was not done after %g s: the defaults stay", directory, BUDGET_S)
     _log.info("probe of %s: %s", directory, found)
     return found
 
@@ -220,9 +227,8 @@ def _read_store() -> dict[str, Tuning]:
         return {}
 
 
-def _remember(key: str, found: Tuning) -> None:
-    """In this process, and for the next one where the user's cache can be written."""
-    _remembered[key] = found
+def _store_answer(key: str, found: Tuning) -> None:
+    """For later processes, where the user's cache can be written."""
     path = _store()
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -231,4 +237,4 @@ def _remember(key: str, found: Tuning) -> None:
         temporary.write_text(json.dumps({**entries, key: asdict(found)}, indent=1), "utf-8")
         os.replace(temporary, path)
     except OSError as error:
-        _log.debug("the probe's answer is kept for this process only: %s", error)
+        _log.warning("the probe's answer is kept for this process only: %s", error)

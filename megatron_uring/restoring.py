@@ -65,6 +65,7 @@ class Restored:
     read_bytes: int
     shared_bytes: int
     files: int
+    direct: bool
     copy_s: float
     checksum_s: float
 
@@ -94,7 +95,7 @@ def restore_requests(
     restoring, destinations, state_bytes = _plan(
         directory, index, everything, prefix, config, clock
     )
-    jobs = _execute(directory, index, engine, restoring, destinations, config)
+    jobs, direct = _execute(directory, index, engine, restoring, destinations, config)
     clock.lap("read")
     destinations.finish()
     objects = {
@@ -109,6 +110,7 @@ def restore_requests(
         sum(job.bytes_total for job in jobs) - shared_bytes,
         shared_bytes,
         len(np.unique(restoring.range_subfile)),
+        direct,
         sum(job.copy_s for job in jobs),
         sum(job.checksum_s for job in jobs),
     )
@@ -166,8 +168,8 @@ def _execute(
     restoring: RestorePlan,
     destinations: stage.Destinations,
     config: Config,
-) -> list[_engine.Job]:
-    """Read, verify and scatter; returns the jobs that did it."""
+) -> tuple[list[_engine.Job], bool]:
+    """Read, verify and scatter; returns the jobs that did it, and whether all files were direct."""
     numbers, file_number = read.dense_file_numbers(restoring.range_subfile)
     lengths = index.subfile_length[np.searchsorted(index.subfile_number, numbers)]
     total = int(restoring.range_length.sum())
@@ -201,7 +203,8 @@ def _execute(
             read.raise_bad_block(
                 files, file_number, numbers, bad, index.names_in, half_written=half_written
             )
-    return jobs
+        direct = bool(files) and all(file.direct for file in files)
+    return jobs, direct
 
 
 def _object_prefix(index: Index) -> str:

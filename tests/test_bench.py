@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import torch
 
@@ -31,6 +32,7 @@ MEASURED = {
     "save_peak_mb",
     "restore_to_best_peer",
     "posix_to_uring",
+    "sharing_to_alone",
     "tiny_to_large_first",
     "tiny_to_large_second",
 }
@@ -355,3 +357,9 @@ def test_caches_can_be_dropped_without_being_root(world, tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"x")
     monkeypatch.setattr(cache, "_DROP_CACHES", str(tmp_path / "missing" / "drop_caches"))
     assert cache.drop_caches(world, str(tmp_path)).startswith("posix_fadvise")
+
+
+@pytest.mark.parametrize("text", ["1000,abc", "0", "-5", "", "99"])
+def test_sizes_that_cannot_be_measured_are_refused_in_words(text):
+    with pytest.raises(click.BadParameter, match="--shards"):
+        scale.parse_sizes(text, "--shards")

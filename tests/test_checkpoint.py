@@ -485,3 +485,10 @@ def test_addresses_are_never_cached_between_saves(save, posix, tmp_path):
     state["x"] = torch.full((1000,), 2.0)
     save(state, tmp_path)
     assert np.all(megatron_uring.restore(tmp_path, config=posix)["x"].numpy() == 2.0)
+
+
+def test_a_restores_report_says_how_it_read(save, tmp_path):
+    save({"w": torch.arange(1000)}, str(tmp_path))
+    for direct in ("on", "off"):
+        megatron_uring.restore(str(tmp_path), config=Config(engine="posix", direct=direct))
+        assert checkpoint.last_reports()["restore"].direct == (direct == "on")

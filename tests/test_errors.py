@@ -70,3 +70,10 @@ def test_any_other_error_becomes_the_base_class_naming_its_type():
     error = as_checkpoint_error(ZeroDivisionError("by zero"), "collect state")
     assert type(error) is CheckpointError
     assert "ZeroDivisionError: by zero" in str(error)
+
+
+def test_a_file_that_ends_early_is_damage():
+    cut = OSError(errno.ENODATA, "read of 4096 bytes at offset 0: No data available", "data")
+    error = as_checkpoint_error(cut, "read subfiles")
+    assert isinstance(error, errors.CorruptionError)
+    assert "was cut" in str(error) and error.__cause__ is cut

@@ -60,6 +60,7 @@ def test_a_slow_disk_ends_the_probe_early_with_the_defaults(tmp_path, timed, mon
     monkeypatch.setattr(probing, "BUDGET_S", -1.0)
     assert probing.probe(str(tmp_path), Config()).apply(Config()) == Config()
     assert asked == []
+    assert probing._read_store() == {}
 
 
 def test_it_is_asked_once_for_each_file_system_and_kept_for_other_processes(
@@ -151,3 +152,16 @@ def test_another_ranks_sizes_are_taken_unless_this_rank_has_its_own():
     assert probing.adopt(Config(engine="posix"), tuned) == Config(engine="posix", **tuned)
     assert probing.adopt(Config(slab_count=2), tuned) == Config(slab_count=2)
     assert probing.adopt(Config(), {}) == Config()
+
+
+def test_the_answer_does_not_depend_on_sizes_that_somebody_set(tmp_path, timed):
+    timed({16: 1.0, 4: 1.0, 32: 1.0})
+    found = probing.probe(str(tmp_path), Config(slab_count=64, queue_depth=3))
+    assert found.apply(Config()) == Config()
+
+
+def test_where_the_answer_cannot_be_kept_it_is_said(tmp_path, timed, monkeypatch, caplog):
+    timed({16: 1.0, 4: 1.0, 32: 1.0})
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    probing.probe(str(tmp_path), Config())
+    assert "this process only" in caplog.text

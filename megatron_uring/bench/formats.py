@@ -23,6 +23,7 @@ Action = Callable[[str], None]
 DEFAULT = "ours, default"
 RANK_IO_URING = "ours, rank io_uring"
 RANK_POSIX = "ours, rank posix"
+SHARING_ON, SHARING_OFF = "ours, sharing on", "ours, sharing off"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,12 @@ def our_saves(world: Communicator) -> list[Format]:
         RANK_POSIX: Config(aggregation="rank", engine="posix"),
         "ours, rank buffered": Config(aggregation="rank", direct="off"),
     }
+    return [our_format(what, config, world) for what, config in choices.items()]
+
+
+def our_sharing_loads(world: Communicator) -> list[Format]:
+    """With and without what the ranks of a node read once for all."""
+    choices = {SHARING_ON: Config(node_sharing="on"), SHARING_OFF: Config(node_sharing="off")}
     return [our_format(what, config, world) for what, config in choices.items()]
 
 

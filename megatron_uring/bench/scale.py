@@ -239,6 +239,16 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
 
 
+def parse_sizes(text: str, option: str) -> list[int]:
+    """Numbers of shards, with commas between them; raises click's `BadParameter`."""
+    import click
+
+    sizes = [int(size) if size.strip().isdecimal() else 0 for size in text.split(",")]
+    if min(sizes) < RANKS:
+        raise click.BadParameter(f"{option}: {text!r} is no list of numbers from {RANKS} on")
+    return sizes
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Command line: ``scripts/bench scale``."""
     import click
@@ -247,17 +257,23 @@ def main(arguments: list[str] | None = None) -> None:
 
     @click.command(context_settings={"help_option_names": ["-h", "--help"]})
     @click.option("--directory", default=".", show_default=True, help="where the index is written")
-    @click.option("--shards", default=",".join(map(str, SIZES)), show_default=True)
+    @click.option(
+        "--shards",
+        default=",".join(map(str, SIZES)),
+        show_default=True,
+        help="how many, with commas",
+    )
     @click.option("--json", "json_path", default=None, help="write all points to this file")
     @click.option("--one", nargs=3, default=None, hidden=True)
     def command(
         directory: str, shards: str, json_path: str | None, one: tuple[str, str, str] | None
     ) -> None:
+        """Plan, check, index and write (save), and read and plan back (load), so many shards."""
         if one is not None:
             _limit_memory()
             print(json.dumps(asdict(measure_here(one[0], int(one[1]), one[2]))))
             return
-        points = measure(directory, [int(size) for size in shards.split(",")])
+        points = measure(directory, parse_sizes(shards, "--shards"))
         print_scale(points)
         if json_path:
             write_json(json_path, {"points": points})

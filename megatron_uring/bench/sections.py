@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_uring import checkpoint
 from megatron_uring.bench import cache, peers
-from megatron_uring.bench.formats import Action, Format, our_loads, our_saves
+from megatron_uring.bench.formats import Action, Format, our_loads, our_saves, our_sharing_loads
 from megatron_uring.bench.limit import Fio
 from megatron_uring.bench.measure import (
     OURS,
@@ -38,6 +38,7 @@ from megatron_uring.megatron.switch import disable, enable
 
 FOLDER = "megatron_uring_bench"  # made in the directory that is measured
 LARGE, SMALL, RESTORE, TINY = "large", "small", "restore", "tiny"
+SHARING = "sharing"
 TINY_FIRST, TINY_SECOND = "tiny, first save", "tiny, second save"
 BIG_FIRST, BIG_SECOND = "large, first save", "large, second save"
 _LOADS_OF = {"torch.save + fsync": "torch.load"}
@@ -99,6 +100,17 @@ class Bench:
         rows = self._interleave(RESTORE, [*limits, *variants], state)
         for name in [*writers, "fio"]:
             self._remove(self._format_folder(name))
+        return rows
+
+    def sharing_section(self, state: State) -> list[Row]:
+        """Restore, cold, the same tensors on every rank: read once for a node, or by each; rows."""
+        folder, target = self._format_folder("sharing"), state.empty()
+        self._empty(folder)
+        checkpoint.save(state.shards(owner=self.world.rank == 0), folder, communicator=self.world)
+        loads = our_sharing_loads(self.world)
+        variants = [self._load_variant(one, state, target, folder, "") for one in loads]
+        rows = self._interleave(SHARING, variants, state)
+        self._remove(folder)
         return rows
 
     def tiny_section(self, count: int, large_count: int) -> list[Row]:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-SECTIONS = ("large", "small", "restore", "tiny", "scale")
+SECTIONS = ("large", "small", "restore", "sharing", "tiny", "scale")
 _GROUP_TIMEOUT_S = 600.0
 
 
@@ -75,6 +75,8 @@ def _measure_section(bench: Any, section: str, options: Options) -> list[Any]:
     if section == "tiny":
         large_count = max(state.TINY_LARGE_TENSORS // size, 1)
         return list(bench.tiny_section(options.tiny_tensors_per_rank, large_count))
+    if section == "sharing":  # the same tensors on every rank
+        return list(bench.sharing_section(state.large_state(0, options.gigabytes_per_rank)))
     if section in ("large", "restore"):
         large = state.large_state(rank, options.gigabytes_per_rank)
         if section == "large":
@@ -168,27 +170,52 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line, started by ``scripts/bench speed`` under mpirun."""
     import click
 
+    from megatron_uring.bench.peers import NAMES
+
+    at_least_one = click.IntRange(min=1)
+
     @click.command(context_settings={"help_option_names": ["-h", "--help"]})
     @click.option("--directory", default=".", show_default=True, help="file system to measure")
-    @click.option("--gigabytes-per-rank", default=2.0, show_default=True, help="large, restore")
-    @click.option("--tensors-per-rank", default=20_000, show_default=True, help="small")
-    @click.option("--tiny-tensors-per-rank", default=100_000, show_default=True, help="tiny")
-    @click.option("--trials", default=5, show_default=True, type=click.IntRange(min=1))
-    @click.option("--peers", default="all", show_default=True, help="names, with commas; or none")
-    @click.option("--sections", default=",".join(SECTIONS), show_default=True)
+    @click.option(
+        "--gigabytes-per-rank",
+        default=2.0,
+        show_default=True,
+        type=click.FloatRange(min=0, min_open=True),
+        help="of large, restore, sharing",
+    )
+    @click.option(
+        "--tensors-per-rank",
+        default=20_000,
+        show_default=True,
+        type=at_least_one,
+        help="of small",
+    )
+    @click.option(
+        "--tiny-tensors-per-rank",
+        default=100_000,
+        show_default=True,
+        type=at_least_one,
+        help="of tiny",
+    )
+    @click.option("--trials", default=5, show_default=True, type=at_least_one, help="of each")
+    @click.option(
+        "--peers", default="all", show_default=True, help=f"none, or of {', '.join(NAMES)}"
+    )
+    @click.option(
+        "--sections", default=",".join(SECTIONS), show_default=True, help="what to measure"
+    )
     @click.option("--scale-shards", default="1000,10000,100000,1000000", show_default=True)
     @click.option("--json", "json_path", default=None, help="write rows and figures to this file")
     def command(
         peers: str, sections: str, scale_shards: str, json_path: str | None, **rest: Any
     ) -> None:
-        from megatron_uring.bench import peers as peers_module
-        from megatron_uring.bench import report
+        """Saves and cold restores beside fio's limit and other libraries, interleaved."""
+        from megatron_uring.bench import report, scale
 
-        known = list(peers_module.NAMES)
         options = Options(
-            peers=_choose(peers, known, "--peers"),
+            peers=_choose(peers, list(NAMES), "--peers"),
             sections=_choose(sections, list(SECTIONS), "--sections"),
-            scale_shards=[int(size) for size in scale_shards.split(",")],
+            scale_shards=scale.parse_sizes(scale_shards, "--scale-shards"),
             **rest,
         )
         began = time.monotonic()

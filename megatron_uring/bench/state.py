@@ -36,10 +36,10 @@ class State:
         """Of this rank."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
-    def shards(self, prefix: str = "") -> dict[str, Shard]:
-        """Each tensor as a whole global tensor, owned by this rank."""
+    def shards(self, prefix: str = "", *, owner: bool = True) -> dict[str, Shard]:
+        """Each tensor as a whole global tensor, owned by this rank unless it is said otherwise."""
         return {
-            prefix + key: Shard(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+            prefix + key: Shard(tensor, tuple(tensor.shape), (0,) * tensor.dim(), owner)
             for key, tensor in self.tensors.items()
         }
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_uring.bench.formats import DEFAULT, RANK_IO_URING, RANK_POSIX
+from megatron_uring.bench.formats import DEFAULT, RANK_IO_URING, RANK_POSIX, SHARING_OFF, SHARING_ON
 from megatron_uring.bench.measure import LIMIT, PEER, Row
 
 MEGABYTE, GIGABYTE = 1e6, 1e9
@@ -145,6 +145,7 @@ def figures(
         "limit_to_best_peer_large": _limit_to_peer(large),
         "limit_to_best_peer_small": _limit_to_peer(small),
         "limit_to_best_peer_restore": _limit_to_peer(restore),
+        "sharing_to_alone": _speed_ratio(tables.get("sharing", {}), SHARING_ON, SHARING_OFF),
         "tiny_to_large_first": _speed_ratio(tiny, "tiny, first save", "large, first save"),
         "tiny_to_large_second": _speed_ratio(tiny, "tiny, second save", "large, second save"),
         **_scale_figures(scale),
