@@ -100,6 +100,7 @@ def test_speed_measures_every_section(tmp_path):
         assert found["table"]["large"]["fio"]["reason"] == "fio not installed"
     assert [point["reason"] for point in found["scale"]] == ["", ""]
     assert all(len(line) <= 100 for line in done.stdout.splitlines())
+    assert "large: trial 1 of 1 done" in done.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["speed.json"]
 
 
@@ -357,6 +358,17 @@ def test_caches_can_be_dropped_without_being_root(world, tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"x")
     monkeypatch.setattr(cache, "_DROP_CACHES", str(tmp_path / "missing" / "drop_caches"))
     assert cache.drop_caches(world, str(tmp_path)).startswith("posix_fadvise")
+
+
+def test_memory_of_the_page_cache_is_touched_and_given_back(world, tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(cache, "_CHUNK_BYTES", 1000)
+    unlink = os.unlink
+    monkeypatch.setattr(
+        os, "unlink", lambda path: (written.append(os.path.getsize(path)), unlink(path))
+    )
+    cache.touch(world, str(tmp_path), 2500)
+    assert written == [2500] and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["1000,abc", "0", "-5", "", "99"])

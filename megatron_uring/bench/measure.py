@@ -106,11 +106,12 @@ def interleave(
     *,
     trials: int,
     gigabytes: float,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
     """Rows of all trials, the first of them a warm-up; collective.
 
     Each round begins with another variant, so that none always follows the same one. Of several
-    limits the fastest of the warm-up stay.
+    limits the fastest of the warm-up stay. `tell` is told of each round that is over.
     """
     rows: list[Row] = []
     for trial in range(trials + 1):
@@ -126,6 +127,7 @@ def interleave(
             for row in sorted(limits, key=lambda row: row.seconds)[LIMITS_KEPT:]:
                 del alive[row.what]
         variants = [variant for variant in variants if variant.what in alive]
+        tell(f"{section}: {f'trial {trial} of {trials}' if trial else 'warm-up'} done")
     return rows
 
 

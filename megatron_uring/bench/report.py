@@ -123,10 +123,12 @@ def _print_table(title: str, headings: list[str], rows: list[list[str]], name_wi
 
 
 def write_json(path: str, found: dict[str, Any]) -> None:
-    """Replace the file by `found`."""
-    with open(path, "w", encoding="utf-8") as file:
+    """Replace the file by `found`, as a whole."""
+    temporary = f"{path}.part"
+    with open(temporary, "w", encoding="utf-8") as file:
         json.dump(found, file, indent=1)
         file.write("\n")
+    os.replace(temporary, path)
 
 
 def machine(directory: str) -> dict[str, Any]:

@@ -5,7 +5,8 @@ Guarantees
 - All variants of a section move the same bytes in one run, in turns. What is written is removed,
   and the disk is quiet, before the next one begins.
 - Ours is verified in every trial, the peers in the warm-up; destinations are wiped before.
-- Restores are cold, into memory that was touched before.
+- Restores are cold, into memory that was touched before; so was that of the page cache, for reads
+  and writes.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Bench:
         Made for the benchmark, removed after it.
     peers
         Formats of the peers that were asked for.
+    tell
+        Is told how far a section has come; on rank 0.
     cold
         How caches were dropped, once they were.
     """
@@ -63,13 +66,14 @@ class Bench:
     folder: str
     trials: int
     peers: Sequence[Format]
+    tell: Callable[[str], None] = lambda _: None
     cold: str = ""
 
     def save_section(self, section: str, state: State, *, with_limit: bool = True) -> list[Row]:
         """Save `state` with everything; rows."""
         folder, target = os.path.join(self.folder, "save"), state.empty()
         fio = Fio(self.world, folder, state.total_bytes)
-        limits = fio.variants("write", lambda: self._empty(folder)) if with_limit else []
+        limits = fio.variants("write", lambda: self._empty(folder, state)) if with_limit else []
         formats = [*our_saves(self.world), *self.peers]
         variants = [self._save_variant(one, state, target, folder) for one in formats]
         rows = self._interleave(section, [*limits, *variants], state)
@@ -90,9 +94,9 @@ class Bench:
             for name, writer in writers.items()
         }
         fio = Fio(self.world, self._format_folder("fio"), state.total_bytes)
-        self._empty(fio.folder)
+        empty_folder(self.world, fio.folder)
         fio.lay_out()
-        limits = fio.variants("read", lambda: self._cool(fio.folder))
+        limits = fio.variants("read", lambda: self._cool(fio.folder, state))
         variants = [
             self._load_variant(one, state, target, self._format_folder(name), failures[name])
             for one, name in sources
@@ -105,7 +109,7 @@ class Bench:
     def sharing_section(self, state: State) -> list[Row]:
         """Restore, cold, the same tensors on every rank: read once for a node, or by each; rows."""
         folder, target = self._format_folder("sharing"), state.empty()
-        self._empty(folder)
+        empty_folder(self.world, folder)
         checkpoint.save(state.shards(owner=self.world.rank == 0), folder, communicator=self.world)
         loads = our_sharing_loads(self.world)
         variants = [self._load_variant(one, state, target, folder, "") for one in loads]
@@ -145,7 +149,12 @@ class Bench:
     def _interleave(self, section: str, variants: list[Variant], state: State) -> list[Row]:
         total = self.world.allreduce(np.array([state.total_bytes], np.int64), "sum")
         return interleave(
-            self.world, section, variants, trials=self.trials, gigabytes=int(total[0]) / 1e9
+            self.world,
+            section,
+            variants,
+            trials=self.trials,
+            gigabytes=int(total[0]) / 1e9,
+            tell=self.tell,
         )
 
     def _save_variant(self, one: Format, state: State, target: State, folder: str) -> Variant:
@@ -154,7 +163,7 @@ class Bench:
 
         def prepare() -> None:
             save.build()
-            self._empty(folder)
+            self._empty(folder, state)
 
         def check() -> None:
             target.wipe()
@@ -175,7 +184,7 @@ class Bench:
                 raise UnavailableError(failure)
             load.build()
             target.wipe()
-            self._cool(folder)
+            self._cool(folder, state)
 
         return Variant(
             _LOADS_OF.get(one.what, one.what),
@@ -187,17 +196,19 @@ class Bench:
         )
 
     def _write_once(self, one: Format, state: State, folder: str) -> str:
-        self._empty(folder)
+        empty_folder(self.world, folder)
         return attempt(self.world, lambda: one.saver(state)(folder))
 
     def _format_folder(self, name: str) -> str:
         return os.path.join(self.folder, "format " + name.replace("/", " "))
 
-    def _cool(self, folder: str) -> None:
+    def _cool(self, folder: str, state: State) -> None:
         self.cold = cache.drop_caches(self.world, folder)
+        cache.touch(self.world, self.folder, state.total_bytes)
 
-    def _empty(self, folder: str) -> None:
+    def _empty(self, folder: str, state: State) -> None:
         empty_folder(self.world, folder)
+        cache.touch(self.world, self.folder, state.total_bytes)
 
     def remove(self) -> None:
         """Remove the benchmark's folder; not collective, for it ends failed runs too."""

@@ -7,6 +7,7 @@ Guarantees
 - A peer that cannot run is a row with its reason. The command fails only if bytes came back
   different, or if the default configuration of ours failed.
 - What it writes lies in one folder, which it removes.
+- The JSON file is written again after each section: a run that is ended early leaves what it has.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,8 +40,10 @@ class Options:
     scale_shards: Sequence[int]
 
 
-def run(options: Options) -> dict[str, Any] | None:
-    """Measure; collective. Returns machine, rows, table and figures on rank 0, None elsewhere."""
+def run(options: Options, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+    """Measure; collective. Returns machine, rows, table and figures on rank 0, None elsewhere;
+    there, `keep` is given after each section what there is by then.
+    """
     from megatron_uring import comm
     from megatron_uring.bench import measure, peers
     from megatron_uring.bench.sections import FOLDER, Bench
@@ -51,7 +54,7 @@ def run(options: Options) -> dict[str, Any] | None:
     no_group = measure.attempt(world, lambda: _join_torch(world))
     folder = os.path.join(os.path.abspath(options.directory), FOLDER)
     formats = peers.peers(list(options.peers), world, no_group)
-    bench = Bench(world, folder, options.trials, formats)
+    bench = Bench(world, folder, options.trials, formats, _progress(world.rank))
     rows: list[measure.Row] = []
     points: list[dict[str, Any]] = []
     try:
@@ -59,11 +62,23 @@ def run(options: Options) -> dict[str, Any] | None:
             rows += _measure_section(bench, section, options)
             gc.collect()  # two sections' tensors would not fit into memory side by side
             _show(world.rank, section, rows, options.trials)
-        if "scale" in options.sections:
-            points = _measure_scale(bench, options)
+            if section == "scale":
+                points = _measure_scale(bench, options)
+            if world.rank == 0:
+                keep(_result(options, bench, rows, points))
     finally:
         bench.remove()
     return _result(options, bench, rows, points) if world.rank == 0 else None
+
+
+def _progress(rank: int) -> Callable[[str], None]:
+    began = time.monotonic()
+
+    def tell(what: str) -> None:
+        if rank == 0:
+            print(f"[{time.monotonic() - began:5.0f} s] {what}", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def _measure_section(bench: Any, section: str, options: Options) -> list[Any]:
@@ -97,6 +112,7 @@ def _measure_scale(bench: Any, options: Options) -> list[dict[str, Any]]:
             if bench.world.rank == 0:
                 points.append(scale.measure_apart(shape, size, bench.folder))
             bench.world.barrier()
+        bench.tell(f"scale: {shape} done")
     if bench.world.rank == 0:
         report.print_scale(points)
     return points
@@ -181,31 +197,52 @@ def main(arguments: list[str] | None = None) -> None:
         default=2.0,
         show_default=True,
         type=click.FloatRange(min=0, min_open=True),
-        help="of large, restore, sharing",
+        help="of 64 MiB tensors, in the sections large, restore and sharing",
     )
     @click.option(
         "--tensors-per-rank",
         default=20_000,
         show_default=True,
         type=at_least_one,
-        help="of small",
+        help="of 4 to 256 KiB, in the section small",
     )
     @click.option(
         "--tiny-tensors-per-rank",
         default=100_000,
         show_default=True,
         type=at_least_one,
-        help="of tiny",
-    )
-    @click.option("--trials", default=5, show_default=True, type=at_least_one, help="of each")
-    @click.option(
-        "--peers", default="all", show_default=True, help=f"none, or of {', '.join(NAMES)}"
+        help="of 1 to 64 KiB, in the section tiny",
     )
     @click.option(
-        "--sections", default=",".join(SECTIONS), show_default=True, help="what to measure"
+        "--trials",
+        default=5,
+        show_default=True,
+        type=at_least_one,
+        help="timed, of each variant, after a warm-up",
     )
-    @click.option("--scale-shards", default="1000,10000,100000,1000000", show_default=True)
-    @click.option("--json", "json_path", default=None, help="write rows and figures to this file")
+    @click.option(
+        "--peers", default="all", show_default=True, help=f"all, none, or some of {','.join(NAMES)}"
+    )
+    @click.option(
+        "--sections",
+        default=",".join(SECTIONS),
+        show_default=True,
+        help="what to measure: large and small saves; cold restores; sharing, where all ranks of "
+        "a node restore the same; tiny tensors beside large ones; scale, planning and index",
+    )
+    @click.option(
+        "--scale-shards",
+        default="1000,10000,100000,1000000",
+        show_default=True,
+        help="numbers of shards, in the section scale",
+    )
+    @click.option(
+        "--json",
+        "json_path",
+        default=None,
+        type=click.Path(dir_okay=False, writable=True),
+        help="write rows, tables and figures to this file, anew after each section",
+    )
     def command(
         peers: str, sections: str, scale_shards: str, json_path: str | None, **rest: Any
     ) -> None:
@@ -219,13 +256,16 @@ def main(arguments: list[str] | None = None) -> None:
             **rest,
         )
         began = time.monotonic()
-        found = run(options)
+
+        def keep(found: dict[str, Any]) -> None:
+            if json_path:
+                report.write_json(json_path, found)
+
+        found = run(options, keep)
         if found is None:
             return
         report.print_figures(found["figures"])
         print(f"{report.LEGEND}\n{time.monotonic() - began:.0f} s in all", flush=True)
-        if json_path:
-            report.write_json(json_path, found)
         for failure in failures(found):
             print(f"bench: failed: {failure}", file=sys.stderr)
         if failures(found):
