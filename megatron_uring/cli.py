@@ -138,13 +138,16 @@ def _probe(directory: str, as_json: bool) -> int:
     if as_json:
         click.echo(json_module.dumps(dataclasses.asdict(found), indent=1))
         return 0
-    table = Table("slab, MiB", "GB/s", "", box=None)
+    table = Table("", "GB/s", "", box=None)
     for mebibytes, rate in found.gb_per_s.items():
         chosen = int(mebibytes) << 20 == found.slab_bytes
-        table.add_row(mebibytes, f"{rate:.2f}", "chosen" if chosen else "")
+        table.add_row(f"write, slabs of {mebibytes} MiB", f"{rate:.2f}", "chosen" if chosen else "")
+    for name, rate in found.read_gb_per_s.items():
+        chosen = (name == "buffered") == found.buffered_reads
+        table.add_row(f"read, {name}", f"{rate:.2f}", "chosen" if chosen else "")
     open_console().print(table)
     more = round(100 * (probing.CLEARLY_FASTER - 1))
-    click.echo(f"another slab size is chosen only if it is {more} % faster than the default")
+    click.echo(f"something else than the default is chosen only if it is {more} % faster")
     return 0
 
 

@@ -1,14 +1,17 @@
-"""Probing: which slab size and depth write fastest to a file system; asked once, then remembered.
+"""Probing: which slab size and depth write fastest to a file system, and whether large reads are
+faster direct or buffered; asked once, then remembered.
 
 Guarantees
 ----------
-- Short: less than a gigabyte is written, and no candidate is begun after `BUDGET_S`; an answer
-  without all candidates is not kept for other processes. What the probe
-  writes is removed; should it be killed, the next save sweeps it.
+- Short: a gigabyte is written and half of that read, and no candidate is begun after `BUDGET_S`;
+  an answer without all candidates is not kept for other processes. What the probe writes is
+  removed; should it be killed, the next save sweeps it.
 - The pool's size does not change: fewer larger slabs or more smaller ones.
 - The default stays unless another choice is clearly faster: a noisy disk must not decide.
 - Where the user set one of `slab_bytes`, `slab_count` and `queue_depth` to something else than the
   default, none of them is changed. A probe that fails changes nothing.
+- A restore never probes: it may be anywhere, alone, and without the right to write. It asks what is
+  remembered.
 - The answer is kept per user, machine and file system in a small JSON file, which is replaced as a
   whole; one that cannot be read is as good as none.
 """
@@ -22,9 +25,10 @@ import os
 import platform
 import statistics
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -44,6 +48,9 @@ _ROUNDS = 2
 _FILE_BYTES = 128 * MEBIBYTE
 CLEARLY_FASTER = 1.15
 _CHOSEN = ("slab_bytes", "slab_count", "queue_depth")
+_READS = {"direct": True, "buffered": False}
+_Name = TypeVar("_Name")
+_Candidate = TypeVar("_Candidate")
 
 _log = logging.getLogger(__name__)
 _remembered: dict[str, Tuning] = {}
@@ -59,12 +66,18 @@ class Tuning:
         As in `Config`.
     gb_per_s
         By slab size in MiB.
+    buffered_reads
+        Whether large cold reads are faster through the page cache.
+    read_gb_per_s
+        ``"direct"`` and ``"buffered"``; empty where files are not direct.
     """
 
     slab_bytes: int
     slab_count: int
     queue_depth: int
     gb_per_s: dict[str, float]
+    buffered_reads: bool = False
+    read_gb_per_s: dict[str, float] = field(default_factory=dict)
 
     def apply(self, config: Config) -> Config:
         """`config` with these sizes."""
@@ -95,6 +108,17 @@ def tune(directory: str, config: Config, state_bytes: int) -> Config:
     return config if found is None else found.apply(config)
 
 
+def direct_reads(directory: str, config: Config) -> str:
+    """`config.direct`; ``"off"`` where that is ``"auto"`` and a probe of the file system found
+    large reads to be faster buffered.
+    """
+    if config.direct != "auto" or config.probe == "off":
+        return config.direct
+    key = _key(directory)
+    found = _remembered.get(key) or _read_store().get(key)
+    return "off" if found is not None and found.buffered_reads else "auto"
+
+
 def sizes(config: Config) -> dict[str, Any]:
     """The sizes that a probe chooses, by name, to send."""
     return {name: getattr(config, name) for name in _CHOSEN}
@@ -119,40 +143,44 @@ def probe(directory: str, config: Config) -> Tuning:
     """
     config = replace(config, **sizes(Config()))  # the answer is for those who set no size
     candidates = {mebibytes: _candidate(config, mebibytes) for mebibytes in _SLAB_MEBIBYTES}
-    seconds: dict[int, list[float]] = {mebibytes: [] for mebibytes in candidates}
     source = np.random.default_rng(0).integers(0, 256, 16 * MEBIBYTE, dtype=np.uint8)
-    deadline = time.monotonic() + BUDGET_S
-    for _ in range(_ROUNDS):
-        for mebibytes, candidate in candidates.items():
-            if time.monotonic() < deadline:
-                seconds[mebibytes].append(_time_one(directory, candidate, source))
-    speed = {
-        mebibytes: _FILE_BYTES / 1e9 / statistics.median(own)
-        for mebibytes, own in seconds.items()
-        if len(own) == _ROUNDS
-    }
+    speed = _rates(candidates, lambda candidate: _time_write(directory, candidate, source))
     default = best = _SLAB_MEBIBYTES[0]
     complete = len(speed) == len(candidates)
     if complete and max(speed.values()) >= CLEARLY_FASTER * speed[default]:
         best = max(speed, key=lambda mebibytes: speed[mebibytes])
     chosen = candidates[best]
+    reads = _read_rates(directory, chosen, source)
     found = Tuning(
         chosen.slab_bytes,
         chosen.slab_count,
         chosen.queue_depth,
         {str(mebibytes): round(rate, 3) for mebibytes, rate in speed.items()},
+        len(reads) == len(_READS) and reads["buffered"] >= CLEARLY_FASTER * reads["direct"],
+        {name: round(rate, 3) for name, rate in reads.items()},
     )
     for candidate in candidates.values():
         if candidate not in (chosen, config):  # the caller's own may be at work
             stage.close_engine(candidate)
-    key = _key(directory)
-    _remembered[key] = found
-    if complete:
-        _store_answer(key, found)
-    else:
-        _log.warning("probe of %s was not done after %g s: the defaults stay", directory, BUDGET_S)
-    _log.info("probe of %s: %s", directory, found)
+    _remember(directory, found, keep=complete)
     return found
+
+
+def _rates(
+    candidates: Mapping[_Name, _Candidate], time_one: Callable[[_Candidate], float]
+) -> dict[_Name, float]:
+    """GB/s of each candidate, in turns; without those for which there was no time."""
+    seconds: dict[_Name, list[float]] = {name: [] for name in candidates}
+    deadline = time.monotonic() + BUDGET_S
+    for _ in range(_ROUNDS):
+        for name, candidate in candidates.items():
+            if time.monotonic() < deadline:
+                seconds[name].append(time_one(candidate))
+    return {
+        name: _FILE_BYTES / 1e9 / statistics.median(own)
+        for name, own in seconds.items()
+        if len(own) == _ROUNDS
+    }
 
 
 def _candidate(config: Config, mebibytes: int) -> Config:
@@ -165,12 +193,59 @@ def _candidate(config: Config, mebibytes: int) -> Config:
     )
 
 
-def _time_one(directory: str, config: Config, source: np.ndarray) -> float:
+def _time_write(directory: str, config: Config, source: np.ndarray) -> float:
     """Seconds from creating a file until it is durable; its engine is set up outside the clock."""
     engine = stage.open_engine(config)
+    began = time.perf_counter()
+    with _durable_file(directory, engine, config, source):
+        return time.perf_counter() - began
+
+
+def _read_rates(directory: str, config: Config, source: np.ndarray) -> dict[str, float]:
+    """GB/s of cold reads, direct and buffered; nothing where the file system has no direct I/O,
+    or the user does not want it.
+    """
+    engine = stage.open_engine(config)
+    with _durable_file(directory, engine, config, source) as file:
+        if not file.direct:  # what was written through the page cache would still be there
+            return {}
+        return _rates(_READS, lambda direct: _time_read(engine, file.path, config, direct=direct))
+
+
+def _time_read(engine: _engine.Engine, path: str, config: Config, *, direct: bool) -> float:
+    """Seconds of reading the whole file, cold."""
+    file = _engine.File.open(path, writable=False, direct=direct)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        began = time.perf_counter()
+        run_job(
+            lambda: engine.read(
+                [file],
+                np.zeros(1, np.int32),
+                np.zeros(1, np.int64),
+                np.full(1, _FILE_BYTES, np.int64),
+                stage.stage_nothing().pieces,
+                None,
+            ),
+            "probe",
+            path,
+            config.timeout_s,
+            alive=(file,),
+        )
+        return time.perf_counter() - began
+    finally:
+        os.close(descriptor)
+        file.close()
+
+
+@contextlib.contextmanager
+def _durable_file(
+    directory: str, engine: _engine.Engine, config: Config, source: np.ndarray
+) -> Iterator[_engine.File]:
+    """A new file of `_FILE_BYTES`, written and synced; removed in the end."""
     path = os.path.join(directory, temporary_name("probe", os.urandom(8).hex()))
     staged = _repeated(source)
-    began = time.perf_counter()
     file = write.create_subfile(
         engine, path, _FILE_BYTES, direct=config.direct, timeout_s=config.timeout_s
     )
@@ -183,7 +258,7 @@ def _time_one(directory: str, config: Config, source: np.ndarray) -> float:
             alive=(staged, file),
         )
         write.sync_subfile(engine, file, config.timeout_s)
-        return time.perf_counter() - began
+        yield file
     finally:
         with contextlib.suppress(OSError):
             file.close()
@@ -214,6 +289,17 @@ def _key(directory: str) -> str:
 def _store() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "megatron_uring" / "probe.json"
+
+
+def _remember(directory: str, found: Tuning, *, keep: bool) -> None:
+    """For this process, and for others if `keep`."""
+    key = _key(directory)
+    _remembered[key] = found
+    if keep:
+        _store_answer(key, found)
+    else:
+        _log.warning("probe of %s was not done after %g s: the defaults stay", directory, BUDGET_S)
+    _log.info("probe of %s: %s", directory, found)
 
 
 def _read_store() -> dict[str, Tuning]:

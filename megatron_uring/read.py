@@ -29,7 +29,7 @@ from megatron_uring.tables import Ranges, Staged
 
 # Below this a read is buffered: the page cache may hold it, and read-ahead beats the set-up of
 # direct I/O.
-_DIRECT_FROM_BYTES = 64 << 20
+DIRECT_FROM_BYTES = 64 << 20
 # Below this, a chunk handed from rank to rank saves less than attaching to shared memory costs.
 _SHARED_FROM_BYTES = 64 << 20
 _SHARED_MEMORY = "/dev/shm"
@@ -60,7 +60,7 @@ def open_subfiles(
         Ascending.
     lengths : int64 [F]
     direct
-        ``"on"``, ``"off"`` or ``"auto"``: by `read_bytes`.
+        ``"on"``, ``"off"`` or ``"auto"``: from `DIRECT_FROM_BYTES` on.
     check_identity
         Whether the superblock, too, must be that of this save and number: a file of another save
         may have the same length, and even the same checksums.
@@ -70,7 +70,7 @@ def open_subfiles(
     CorruptionError
         If a file is missing, shorter or longer.
     """
-    use_direct = direct == "on" or (direct == "auto" and read_bytes >= _DIRECT_FROM_BYTES)
+    use_direct = direct == "on" or (direct == "auto" and read_bytes >= DIRECT_FROM_BYTES)
     files: list[_engine.File] = []
     try:
         for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_uring import _engine, plan, read, stage, tensors
+from megatron_uring import _engine, plan, probing, read, stage, tensors
 from megatron_uring.columns import BoolArray, every, format_box, widen
 from megatron_uring.config import Config
 from megatron_uring.errors import StateMismatchError, UnsupportedError
@@ -177,10 +177,13 @@ def _execute(
     passes = [stage.stage_destinations(restoring, destinations, pieces_file)]
     if config.verify_first:
         passes.insert(0, stage.stage_nothing())
+    direct = config.direct
+    if total >= read.DIRECT_FROM_BYTES:
+        direct = probing.direct_reads(directory, config)
     jobs = []
     with (
         read.open_subfiles(
-            directory, index.save_id, numbers, lengths, direct=config.direct, read_bytes=total
+            directory, index.save_id, numbers, lengths, direct=direct, read_bytes=total
         ) as files,
         read.node_cache(config, index.save_id, total) as cache,
     ):
@@ -203,8 +206,8 @@ def _execute(
             read.raise_bad_block(
                 files, file_number, numbers, bad, index.names_in, half_written=half_written
             )
-        direct = bool(files) and all(file.direct for file in files)
-    return jobs, direct
+        all_direct = bool(files) and all(file.direct for file in files)
+    return jobs, all_direct
 
 
 def _object_prefix(index: Index) -> str:

@@ -4,9 +4,19 @@ import json
 import os
 
 import pytest
+import torch
 from click.testing import CliRunner
 
-from megatron_uring import Config, StorageError, _engine, cli, layout, probing
+import megatron_uring
+from megatron_uring import (
+    Config,
+    StorageError,
+    _engine,
+    checkpoint,
+    cli,
+    layout,
+    probing,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -17,16 +27,19 @@ def nothing_remembered(monkeypatch, tmp_path_factory):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Pretend that candidates take these seconds, by slab size in MiB; returns what was timed."""
+    """Pretend that candidates take these seconds, by slab size in MiB, and that reads are so fast;
+    returns what was timed.
+    """
 
-    def pretend(seconds):
+    def pretend(seconds, reads=None):
         asked = []
 
         def time_one(directory, config, source):
             asked.append(config.slab_bytes >> 20)
             return seconds[config.slab_bytes >> 20]
 
-        monkeypatch.setattr(probing, "_time_one", time_one)
+        monkeypatch.setattr(probing, "_time_write", time_one)
+        monkeypatch.setattr(probing, "_read_rates", lambda *_: reads or {})
         return asked
 
     return pretend
@@ -39,6 +52,49 @@ def test_a_real_probe_measures_each_candidate_and_leaves_nothing(tmp_path):
     assert all(rate > 0 for rate in found.gb_per_s.values())
     assert found.slab_bytes * found.slab_count == config.slab_bytes * config.slab_count
     assert os.listdir(tmp_path) == []
+
+
+def test_reads_are_measured_both_ways_where_files_are_direct(tmp_path, save):
+    found = probing.probe(str(tmp_path), Config())
+    direct = save({"a": 1}, str(tmp_path / "save")).direct
+    assert set(found.read_gb_per_s) == ({"direct", "buffered"} if direct else set())
+    assert all(rate > 0 for rate in found.read_gb_per_s.values())
+    assert not probing.probe(str(tmp_path), Config(direct="off")).read_gb_per_s
+
+
+@pytest.mark.parametrize(
+    ("reads", "answer"),
+    [
+        ({"direct": 1.0, "buffered": 1.2}, "off"),
+        ({"direct": 1.0, "buffered": 1.1}, "auto"),
+        ({"direct": 1.0}, "auto"),  # there was no time for the other
+        ({}, "auto"),
+    ],
+)
+def test_large_reads_are_buffered_where_that_was_clearly_faster(
+    tmp_path, timed, monkeypatch, reads, answer
+):
+    timed({16: 1.0, 4: 1.0, 32: 1.0}, reads)
+    assert probing.direct_reads(str(tmp_path), Config()) == "auto"
+    probing.probe(str(tmp_path), Config())
+    for _ in range(2):
+        assert probing.direct_reads(str(tmp_path), Config()) == answer
+        assert probing.direct_reads(str(tmp_path), Config(direct="on")) == "on"
+        assert probing.direct_reads(str(tmp_path), Config(probe="off")) == "auto"
+        monkeypatch.setattr(probing, "_remembered", {})  # as in another process
+
+
+@pytest.mark.parametrize("buffered_gb_per_s", [9.0, 1.0])
+def test_a_large_restore_reads_as_the_probe_found_and_probes_nothing(
+    tmp_path, timed, save, buffered_gb_per_s
+):
+    asked = timed({16: 1.0, 4: 1.0, 32: 1.0}, {"direct": 1.0, "buffered": buffered_gb_per_s})
+    report = save({"a": torch.ones(17 << 20)}, str(tmp_path))
+    probing.probe(str(tmp_path), Config())
+    assert bool(megatron_uring.restore(str(tmp_path))["a"].all())
+    read = checkpoint.last_reports()["restore"]
+    assert read.direct == (report.direct and buffered_gb_per_s < 2)
+    assert len(asked) == 6
 
 
 def test_a_clearly_faster_candidate_is_chosen(tmp_path, timed):

@@ -22,6 +22,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import click
+
+from megatron_uring.bench.peers import NAMES
+
 SECTIONS = ("large", "small", "restore", "sharing", "tiny", "scale")
 _GROUP_TIMEOUT_S = 600.0
 
@@ -182,103 +186,91 @@ def _join_torch(world: Any) -> None:
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line, started by ``scripts/bench speed`` under mpirun."""
-    import click
+_AT_LEAST_ONE = click.IntRange(min=1)
 
-    from megatron_uring.bench.peers import NAMES
 
-    at_least_one = click.IntRange(min=1)
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--directory", default=".", show_default=True, help="file system to measure")
+@click.option(
+    "--gigabytes-per-rank",
+    default=2.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="of 64 MiB tensors, in the sections large, restore and sharing",
+)
+@click.option(
+    "--tensors-per-rank",
+    default=20_000,
+    show_default=True,
+    type=_AT_LEAST_ONE,
+    help="of 4 to 256 KiB, in the section small",
+)
+@click.option(
+    "--tiny-tensors-per-rank",
+    default=100_000,
+    show_default=True,
+    type=_AT_LEAST_ONE,
+    help="of 1 to 64 KiB, in the section tiny",
+)
+@click.option(
+    "--trials",
+    default=5,
+    show_default=True,
+    type=_AT_LEAST_ONE,
+    help="timed, of each variant, after a warm-up",
+)
+@click.option(
+    "--peers", default="all", show_default=True, help=f"all, none, or some of {','.join(NAMES)}"
+)
+@click.option(
+    "--sections",
+    default=",".join(SECTIONS),
+    show_default=True,
+    help="what to measure: large and small saves; cold restores; sharing, where all ranks of "
+    "a node restore the same; tiny tensors beside large ones; scale, planning and index",
+)
+@click.option(
+    "--scale-shards",
+    default="1000,10000,100000,1000000",
+    show_default=True,
+    help="numbers of shards, in the section scale",
+)
+@click.option(
+    "--json",
+    "json_path",
+    default=None,
+    type=click.Path(dir_okay=False, writable=True),
+    help="write rows, tables and figures to this file, anew after each section",
+)
+def main(peers: str, sections: str, scale_shards: str, json_path: str | None, **rest: Any) -> None:
+    """Saves and cold restores beside fio's limit and other libraries, interleaved."""
+    from megatron_uring.bench import report, scale
 
-    @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-    @click.option("--directory", default=".", show_default=True, help="file system to measure")
-    @click.option(
-        "--gigabytes-per-rank",
-        default=2.0,
-        show_default=True,
-        type=click.FloatRange(min=0, min_open=True),
-        help="of 64 MiB tensors, in the sections large, restore and sharing",
+    warnings.simplefilter("ignore")  # what peers warn of is not about this measurement
+    options = Options(
+        peers=_choose(peers, list(NAMES), "--peers"),
+        sections=_choose(sections, list(SECTIONS), "--sections"),
+        scale_shards=scale.parse_sizes(scale_shards, "--scale-shards"),
+        **rest,
     )
-    @click.option(
-        "--tensors-per-rank",
-        default=20_000,
-        show_default=True,
-        type=at_least_one,
-        help="of 4 to 256 KiB, in the section small",
-    )
-    @click.option(
-        "--tiny-tensors-per-rank",
-        default=100_000,
-        show_default=True,
-        type=at_least_one,
-        help="of 1 to 64 KiB, in the section tiny",
-    )
-    @click.option(
-        "--trials",
-        default=5,
-        show_default=True,
-        type=at_least_one,
-        help="timed, of each variant, after a warm-up",
-    )
-    @click.option(
-        "--peers", default="all", show_default=True, help=f"all, none, or some of {','.join(NAMES)}"
-    )
-    @click.option(
-        "--sections",
-        default=",".join(SECTIONS),
-        show_default=True,
-        help="what to measure: large and small saves; cold restores; sharing, where all ranks of "
-        "a node restore the same; tiny tensors beside large ones; scale, planning and index",
-    )
-    @click.option(
-        "--scale-shards",
-        default="1000,10000,100000,1000000",
-        show_default=True,
-        help="numbers of shards, in the section scale",
-    )
-    @click.option(
-        "--json",
-        "json_path",
-        default=None,
-        type=click.Path(dir_okay=False, writable=True),
-        help="write rows, tables and figures to this file, anew after each section",
-    )
-    def command(
-        peers: str, sections: str, scale_shards: str, json_path: str | None, **rest: Any
-    ) -> None:
-        """Saves and cold restores beside fio's limit and other libraries, interleaved."""
-        from megatron_uring.bench import report, scale
+    began = time.monotonic()
 
-        options = Options(
-            peers=_choose(peers, list(NAMES), "--peers"),
-            sections=_choose(sections, list(SECTIONS), "--sections"),
-            scale_shards=scale.parse_sizes(scale_shards, "--scale-shards"),
-            **rest,
-        )
-        began = time.monotonic()
+    def keep(found: dict[str, Any]) -> None:
+        if json_path:
+            report.write_json(json_path, found)
 
-        def keep(found: dict[str, Any]) -> None:
-            if json_path:
-                report.write_json(json_path, found)
-
-        found = run(options, keep)
-        if found is None:
-            return
-        report.print_figures(found["figures"])
-        print(f"{report.LEGEND}\n{time.monotonic() - began:.0f} s in all", flush=True)
-        for failure in failures(found):
-            print(f"bench: failed: {failure}", file=sys.stderr)
-        if failures(found):
-            sys.exit(1)
-
-    # what peers warn of is not about this measurement
-    warnings.simplefilter("ignore")
-    command(arguments)
+    found = run(options, keep)
+    if found is None:
+        return
+    report.print_figures(found["figures"])
+    print(f"{report.LEGEND}\n{time.monotonic() - began:.0f} s in all", flush=True)
+    for failure in failures(found):
+        print(f"bench: failed: {failure}", file=sys.stderr)
+    if failures(found):
+        sys.exit(1)
 
 
 def _choose(text: str, known: list[str], option: str) -> list[str]:
-    import click
-
     if text == "all":
         return known
     names = [name.strip() for name in text.split(",") if name.strip() and name.strip() != "none"]
