@@ -131,7 +131,8 @@ std::shared_ptr<Job> Engine::write(const File& file, std::int64_t start, std::in
         throw std::invalid_argument("pieces of a write have file_number 0");
     }
     auto job = std::make_shared<Job>(Operation::write, std::vector{file.descriptor()},
-                                     std::vector{Range{0, start, length}}, pieces, std::nullopt);
+                                     std::vector{Range{0, start, length}}, pieces, std::nullopt,
+                                     Sharing{}, pool_->slab_bytes());
     if (!pieces->within(start, start + length)) {
         throw std::invalid_argument("a piece lies outside of [start, start + length)");
     }
@@ -151,7 +152,8 @@ std::shared_ptr<Job> Engine::read(const std::vector<const File*>& files, std::ve
     descriptors.reserve(files.size());
     for (const File* file : files) descriptors.push_back(file->descriptor());
     auto job = std::make_shared<Job>(Operation::read, std::move(descriptors), std::move(ranges),
-                                     std::move(pieces), std::move(expected), std::move(sharing));
+                                     std::move(pieces), std::move(expected), std::move(sharing),
+                                     pool_->slab_bytes());
     start(job);
     return job;
 }
@@ -159,7 +161,8 @@ std::shared_ptr<Job> Engine::read(const std::vector<const File*>& files, std::ve
 std::shared_ptr<Job> Engine::sync(const File& file) {
     stamp_.require_owner("engine");
     auto job = std::make_shared<Job>(Operation::sync, std::vector{file.descriptor()},
-                                     std::vector<Range>{}, nullptr, std::nullopt);
+                                     std::vector<Range>{}, nullptr, std::nullopt, Sharing{},
+                                     pool_->slab_bytes());
     auto request = std::make_unique<Request>();
     request->job = job;
     request->descriptor = job->files_.front().get();
@@ -177,9 +180,7 @@ void Engine::start(const std::shared_ptr<Job>& job) {
     bool settled;
     {
         const std::lock_guard<std::mutex> lock(mutex_);
-        auto& next = job->next_range_;
-        while (next < job->ranges_.size() && job->ranges_[next].length == 0) ++next;
-        enlist_locked(job, next < job->ranges_.size());
+        enlist_locked(job, !job->chunks_.empty());
         settled = settle_locked(*job);
     }
     settled ? job->complete() : work_available_.notify_all();
@@ -211,7 +212,7 @@ void Engine::cancel(Job& job) {
 // Whether nothing of the job is in flight and nothing will be; if so, it is forgotten here, and the
 // caller completes it outside of the lock.
 bool Engine::settle_locked(Job& job) noexcept {
-    const bool exhausted = job.next_range_ == job.ranges_.size();
+    const bool exhausted = job.next_chunk_ == job.chunks_.size();
     if (job.in_flight_ > 0 || !(exhausted || job.stopped())) return false;
     const auto same = [&](const std::shared_ptr<Job>& other) { return other.get() == &job; };
     const auto found = std::find_if(live_.begin(), live_.end(), same);
@@ -299,24 +300,17 @@ std::unique_ptr<Request> Engine::next_request_locked(Operation operation) {
 
 void Engine::cut_locked(Request& request) noexcept {
     Job& job = *request.job;
-    const Range& range = job.ranges_[job.next_range_];
+    const Chunk& chunk = job.chunks_[job.next_chunk_++];
+    const Range& range = job.ranges_[chunk.range_number];
     request.cut_at = Request::Clock::now();
-    request.range_number = job.next_range_;
+    request.range_number = chunk.range_number;
     request.descriptor = job.files_[static_cast<std::size_t>(range.file_number)].get();
-    request.file_offset = range.start + job.next_offset_;
-    // With others to share with, chunks end where theirs do, wherever a range begins.
-    const std::int64_t head = job.sharing_.cache ? request.file_offset % pool_->slab_bytes() : 0;
-    request.length = std::min(pool_->slab_bytes() - head, range.length - job.next_offset_);
-    request.first_block = job.first_blocks_[job.next_range_] +
-                          static_cast<std::size_t>(job.next_offset_ / block_bytes);
+    request.file_offset = range.start + chunk.offset;
+    request.length = chunk.length;
+    request.first_block = job.first_blocks_[chunk.range_number] +
+                          static_cast<std::size_t>(chunk.offset / block_bytes);
     ++job.in_flight_;
-    job.next_offset_ += request.length;
-    while (job.next_range_ < job.ranges_.size() &&
-           job.next_offset_ == job.ranges_[job.next_range_].length) {
-        ++job.next_range_;
-        job.next_offset_ = 0;
-    }
-    if (job.next_range_ == job.ranges_.size()) waiting_.pop_front();
+    if (job.next_chunk_ == job.chunks_.size()) waiting_.pop_front();
 }
 
 // A read: from the node's cache, later if another process is at it, or from the file.

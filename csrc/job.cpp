@@ -32,7 +32,8 @@ void check_range(const Range& range, std::size_t file_count, std::size_t number)
 
 Job::Job(Operation operation, std::vector<std::shared_ptr<Descriptor>> files,
          std::vector<Range> ranges, std::shared_ptr<const PieceTable> pieces,
-         std::optional<std::vector<std::uint32_t>> expected, Sharing sharing)
+         std::optional<std::vector<std::uint32_t>> expected, Sharing sharing,
+         std::int64_t slab_bytes)
     : operation_(operation),
       files_(std::move(files)),
       ranges_(std::move(ranges)),
@@ -57,6 +58,7 @@ Job::Job(Operation operation, std::vector<std::shared_ptr<Descriptor>> files,
         throw std::invalid_argument("sharing needs expected checksums and a key for each file");
     }
     checksums_.resize(blocks);
+    chunks_ = schedule(ranges_, sharing_, slab_bytes);
 }
 
 bool Job::wait(double timeout_s) const {

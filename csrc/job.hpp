@@ -24,14 +24,9 @@
 #include "file.hpp"
 #include "node_cache.hpp"
 #include "recorder.hpp"
+#include "schedule.hpp"
 
 namespace megatron_uring {
-
-struct Range {
-    std::int32_t file_number;
-    std::int64_t start;
-    std::int64_t length;
-};
 
 struct BadBlock {
     std::int64_t range_number;
@@ -40,17 +35,12 @@ struct BadBlock {
     std::uint32_t found;
 };
 
-// What a read shares with other processes of the node.
-struct Sharing {
-    std::shared_ptr<NodeCache> cache;      // null: nothing
-    std::vector<std::uint64_t> file_keys;  // of each file, as in ChunkKey
-};
-
 class Job {
   public:
     Job(Operation operation, std::vector<std::shared_ptr<Descriptor>> files,
         std::vector<Range> ranges, std::shared_ptr<const PieceTable> pieces,
-        std::optional<std::vector<std::uint32_t>> expected, Sharing sharing = {});
+        std::optional<std::vector<std::uint32_t>> expected, Sharing sharing,
+        std::int64_t slab_bytes);
 
     bool done() const noexcept { return done_.load(std::memory_order_acquire); }
     // Whether to start nothing more: it has failed or was cancelled.
@@ -94,9 +84,10 @@ class Job {
     const Sharing sharing_;
     std::int64_t bytes_total_ = 0;
 
+    std::vector<Chunk> chunks_;
+
     // Guarded by the engine's mutex: what has not been started yet, and what is in flight.
-    std::size_t next_range_ = 0;
-    std::int64_t next_offset_ = 0;
+    std::size_t next_chunk_ = 0;
     std::int64_t in_flight_ = 0;
 
     std::atomic<std::int64_t> bytes_done_{0};

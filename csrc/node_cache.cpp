@@ -21,7 +21,7 @@
 namespace megatron_uring {
 namespace {
 
-constexpr std::uint64_t magic = 0x3145484341435552;  // of this layout of the header
+constexpr std::uint64_t magic = 0x3245484341435552;  // of this layout of the header
 constexpr std::int64_t page_bytes = 4096;
 // A chunk that was offered and that nobody took for so long makes room for another: long enough for
 // a process that keeps pace, short enough that waiting for room costs less than reading twice.
@@ -60,6 +60,8 @@ struct NodeCache::Header {
     std::int64_t attached;  // too high after a death: then chunks are kept a little longer
     std::uint64_t published;
     std::uint64_t taken;
+    bool looked;
+    Position position;
     Slot slots[max_slots];
 };
 
@@ -95,6 +97,8 @@ NodeCache::Answer NodeCache::look(const ChunkKey& key, const std::uint32_t* expe
     {
         const Lock lock(*header_);
         if (!lock) return {Outcome::absent, {}};
+        header_->looked = true;
+        header_->position = {key.file, key.offset};
         for (std::int64_t i = 0; i < slot_count_ && found < 0; ++i) {
             if (header_->slots[i].holds(key)) found = i;
         }
@@ -130,6 +134,12 @@ NodeCache::Answer NodeCache::look(const ChunkKey& key, const std::uint32_t* expe
         if (--slot.takers_left <= 0) slot.state = empty;
     }
     return {Outcome::copied, {}};
+}
+
+std::optional<NodeCache::Position> NodeCache::position() const noexcept {
+    const Lock lock(*header_);
+    if (!lock || !header_->looked) return std::nullopt;
+    return header_->position;
 }
 
 bool NodeCache::pays_locked(const ChunkKey& key) const noexcept {

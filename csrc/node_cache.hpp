@@ -17,8 +17,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "error.hpp"
 
@@ -28,6 +30,14 @@ struct ChunkKey {
     std::uint64_t file;  // the same number in every process, and of no other file
     std::int64_t offset;
     std::int64_t length;
+};
+
+class NodeCache;
+
+// What a read shares with other processes of the node.
+struct Sharing {
+    std::shared_ptr<NodeCache> cache;      // null: nothing
+    std::vector<std::uint64_t> file_keys;  // of each file, as in ChunkKey
 };
 
 class NodeCache : public std::enable_shared_from_this<NodeCache> {
@@ -63,6 +73,10 @@ class NodeCache : public std::enable_shared_from_this<NodeCache> {
     };
 
     enum class Outcome { copied, busy, absent };
+    struct Position {
+        std::uint64_t file;
+        std::int64_t offset;
+    };
     struct Answer {
         Outcome outcome;
         Claim claim;  // of an absent chunk, if it is worth offering to others
@@ -79,6 +93,9 @@ class NodeCache : public std::enable_shared_from_this<NodeCache> {
     // another process reads it just now; not answered unless `patient`.
     Answer look(const ChunkKey& key, const std::uint32_t* expected, std::uint8_t* to,
                 bool patient) noexcept;
+
+    // The chunk that was looked for last, by whichever process; a hint.
+    std::optional<Position> position() const noexcept;
 
   private:
     struct Slot;

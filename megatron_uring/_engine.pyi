@@ -207,7 +207,8 @@ class Engine:
         cache: NodeCache | None = None,
         file_keys: Sequence[int] = (),
     ) -> Job:
-        """Read ranges and scatter them to the pieces that they hold.
+        """Read ranges and scatter them to the pieces that they hold; eight files at a time in
+        turn, with a `cache` from where other processes are at (`csrc/schedule.hpp`).
 
         Each range starts at a multiple of BLOCK_BYTES; `expected` has one checksum for each block
         of each range, in order, or is None. A slab whose checksum differs is not scattered;

@@ -148,11 +148,12 @@ def node_cache(config: Config, save_id: str, read_bytes: int) -> Iterator[_engin
         and comm.local_ranks() > 1
     )
     cache = None
+    prefix = f"megatron_uring-{os.geteuid()}-"
+    if config.node_sharing != "off":  # what killed restores left
+        _engine.sweep_node_caches(_SHARED_MEMORY, prefix)
     if wanted:
-        prefix = f"megatron_uring-{os.geteuid()}-"
         name = f"{prefix}{save_id}-{config.slab_bytes}-{config.slab_count}"
         slots = min(2 * config.slab_count, _SLOTS_MAXIMUM)
-        _engine.sweep_node_caches(_SHARED_MEMORY, prefix)
         try:
             cache = _engine.NodeCache(os.path.join(_SHARED_MEMORY, name), config.slab_bytes, slots)
         except OSError as error:

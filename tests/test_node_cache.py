@@ -281,3 +281,13 @@ def test_without_shared_memory_each_rank_reads_for_itself(save, tmp_path, monkey
     assert checkpoint.last_reports()["restore"].shared_bytes == 0
     with pytest.raises(StorageError, match="share reads"):
         megatron_uring.restore(str(tmp_path), config=Config(engine="posix", node_sharing="on"))
+
+
+def test_any_restore_sweeps_what_killed_ones_left_unless_sharing_is_off(save, tmp_path):
+    save({"w": torch.arange(10)}, str(tmp_path))
+    left = f"/dev/shm/megatron_uring-{os.geteuid()}-left-by-{os.getpid()}"
+    with open(left, "wb"):
+        megatron_uring.restore(str(tmp_path), config=Config(node_sharing="off"))
+        assert os.path.exists(left)
+    megatron_uring.restore(str(tmp_path))
+    assert not os.path.exists(left)
