@@ -160,9 +160,9 @@ std::shared_ptr<Job> Engine::read(const std::vector<const File*>& files, std::ve
 
 std::shared_ptr<Job> Engine::sync(const File& file) {
     stamp_.require_owner("engine");
-    auto job = std::make_shared<Job>(Operation::sync, std::vector{file.descriptor()},
-                                     std::vector<Range>{}, nullptr, std::nullopt, Sharing{},
-                                     pool_->slab_bytes());
+    auto job =
+        std::make_shared<Job>(Operation::sync, std::vector{file.descriptor()}, std::vector<Range>{},
+                              nullptr, std::nullopt, Sharing{}, pool_->slab_bytes());
     auto request = std::make_unique<Request>();
     request->job = job;
     request->descriptor = job->files_.front().get();

@@ -40,9 +40,9 @@ std::vector<Chunk> schedule(const std::vector<Range>& ranges, const Sharing& sha
     });
     const auto others = sharing.cache ? sharing.cache->position() : std::nullopt;
     if (others) {
-        const auto begin = std::partition_point(
-            chunks.begin(), chunks.end(), [&, at = place(others->file, others->offset)](
-                                              const Chunk& chunk) { return place_of(chunk) < at; });
+        const auto at = place(others->file, others->offset);
+        const auto behind = [&](const Chunk& chunk) { return place_of(chunk) < at; };
+        const auto begin = std::partition_point(chunks.begin(), chunks.end(), behind);
         std::rotate(chunks.begin(), begin, chunks.end());
     }
     return chunks;

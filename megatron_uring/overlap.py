@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from megatron_uring.columns import Int64Array
+from megatron_uring.columns import Int32Array, Int64Array
 from megatron_uring.shards import ShardTable
 
 # All tensors are laid end to end on one axis; past this it would not fit into 64 bits.
@@ -25,10 +25,19 @@ def in_terms_of(saved: ShardTable, wanted: ShardTable) -> ShardTable:
     """`wanted` with the keys of `saved`, among which all of its own are, and their numbers."""
     if saved.keys is wanted.keys:
         return wanted
-    position = dict(zip(saved.keys, range(len(saved.keys)), strict=True))
-    number = np.fromiter(map(position.__getitem__, wanted.keys), np.int32, len(wanted.keys))
+    number = _positions(saved.keys, wanted.keys)
     tensor = number[wanted.tensor] if len(wanted) else wanted.tensor
     return replace(wanted, keys=saved.keys, tensor=tensor)
+
+
+def _positions(keys: tuple[str, ...], wanted: tuple[str, ...]) -> Int32Array:
+    """Of each key of `wanted` in `keys`; int32 [wanted]."""
+    if wanted:  # in most restores a run of them, in order: to compare is cheaper than to hash
+        start = keys.index(wanted[0])
+        if keys[start : start + len(wanted)] == wanted:
+            return np.arange(start, start + len(wanted), dtype=np.int32)
+    position = dict(zip(keys, range(len(keys)), strict=True))
+    return np.fromiter(map(position.__getitem__, wanted), np.int32, len(wanted))
 
 
 def candidate_pairs(saved: ShardTable, wanted: ShardTable) -> tuple[Int64Array, Int64Array]:
@@ -40,6 +49,8 @@ def candidate_pairs(saved: ShardTable, wanted: ShardTable) -> tuple[Int64Array, 
     wanted = in_terms_of(saved, wanted)
     if not len(wanted) or not len(saved):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    if len(saved) == len(saved.keys):  # one shard for each tensor: nothing to look for
+        return np.arange(len(wanted), dtype=np.int64), saved.first_rows()[wanted.tensor]
     begin, end, low, high = _on_one_axis(saved, wanted)
     if (np.diff(begin) >= 0).all():
         order = np.arange(len(begin))

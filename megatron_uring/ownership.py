@@ -47,12 +47,8 @@ def check_ownership(
     _check_same_tensor(shards, rank, first, operation)
     _check_inside(shards, rank, operation)
     owned = shards.take(owner)
-    covered = np.bincount(
-        owned.tensor,
-        weights=np.prod(owned.shape, axis=1, dtype=np.float64),
-        minlength=len(shards.keys),
-    )
-    wanted = np.prod(shards.global_shape[first], axis=1, dtype=np.float64)
+    covered = np.bincount(owned.tensor, weights=_volume(owned.shape), minlength=len(shards.keys))
+    wanted = _volume(shards.global_shape.take(first, axis=0))
     suspects = np.flatnonzero((covered != wanted) | _irregular(owned, wanted > 0))
     # zero-size tensors hold no element; some row of theirs must still be owned, or the key would be
     # lost
@@ -61,11 +57,21 @@ def check_ownership(
     )
     if len(ownerless):
         _raise_uncovered(shards, int(ownerless[0]), 0, operation)
+    if not len(suspects):
+        return
     order = np.argsort(owned.tensor, kind="stable")
     bounds = np.searchsorted(owned.tensor[order], np.arange(len(shards.keys) + 1))
     for tensor in suspects.tolist():
         rows = order[bounds[tensor] : bounds[tensor + 1]]
         _check_exact_cover(owned, rank[owner], rows, shards, tensor, int(first[tensor]), operation)
+
+
+def _volume(shape: Int64Array) -> npt.NDArray[np.float64]:
+    """Elements of each row's box, as a float: a wrong shape must not overflow into a right one."""
+    volume = np.ones(len(shape), np.float64)
+    for dimension in range(shape.shape[1]):
+        volume *= shape[:, dimension]
+    return volume
 
 
 def _irregular(owned: ShardTable, filled: BoolArray) -> BoolArray:

@@ -1,6 +1,9 @@
 """Overlap: every pair of boxes that meet is found, and hardly any other is looked at."""
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,3 +108,13 @@ def test_keys_in_another_order_keep_their_numbers():
     renumbered = in_terms_of(saved, wanted)
     assert renumbered.keys == saved.keys
     assert renumbered.tensor.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("wanted", ["abcde", "cde", "a", "ce", "ed", "ba", ""])
+def test_keys_are_found_in_whatever_order_and_number(wanted):
+    keys = tuple("abcde")
+    saved = replace(table([(n, [0], [4]) for n in range(5)], [[4]] * 5), keys=keys)
+    rows = [(n, [0], [4]) for n in range(len(wanted))]
+    asked = replace(table(rows, [[4]] * max(len(wanted), 1)), keys=tuple(wanted))
+    found = in_terms_of(saved, asked)
+    assert [found.keys[n] for n in found.tensor] == list(wanted)

@@ -10,7 +10,7 @@ Guarantees
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_uring import checkpoint, stage
 from megatron_uring.bench.measure import OURS
@@ -83,6 +83,28 @@ def our_saves(world: Communicator) -> list[Format]:
         "ours, rank buffered": Config(aggregation="rank", direct="off"),
     }
     return [our_format(what, config, world) for what, config in choices.items()]
+
+
+def our_options(world: Communicator) -> list[Format]:
+    """The default configuration beside other sizes of pool, queue and threads, one at a time."""
+    mebibyte = 1 << 20
+    choices = {
+        DEFAULT: Config(),
+        "slabs of 4 MiB": Config(slab_bytes=4 * mebibyte, slab_count=32, queue_depth=32),
+        "slabs of 64 MiB": Config(slab_bytes=64 * mebibyte, slab_count=2, queue_depth=2),
+        "depth 1": Config(queue_depth=1),
+        "depth 4": Config(queue_depth=4),
+        "pool of 256 MiB, depth 16": Config(slab_count=16, queue_depth=16),
+        "2 copy threads": Config(copy_threads=2),
+        "4 copy threads": Config(copy_threads=4),
+        "posix, 1 thread": Config(engine="posix", posix_threads=1),
+        "posix, 4 threads": Config(engine="posix", posix_threads=4),
+        "posix, 8 threads": Config(engine="posix", posix_threads=8),
+    }
+    # sizes that differ from the default are never replaced by a probe's; the default's could be
+    return [
+        our_format(what, replace(config, probe="off"), world) for what, config in choices.items()
+    ]
 
 
 def our_sharing_loads(world: Communicator) -> list[Format]:

@@ -125,6 +125,7 @@ def measure_here(shape: str, count: int, folder: str) -> Point:
     path = os.path.join(folder, INDEX_NAME)
     clock = Clock()
     _save_side(parts, path, clock)
+    parts.clear()  # who loads has not what was saved
     _load_side(folder, clock)
     phases = {name: seconds for name, seconds in clock.phases_s.items() if name != _INPUTS}
     save_s = sum(seconds for name, seconds in phases.items() if name.startswith("save"))

@@ -22,7 +22,14 @@ import numpy as np
 
 from megatron_uring import checkpoint
 from megatron_uring.bench import cache, peers
-from megatron_uring.bench.formats import Action, Format, our_loads, our_saves, our_sharing_loads
+from megatron_uring.bench.formats import (
+    Action,
+    Format,
+    our_loads,
+    our_options,
+    our_saves,
+    our_sharing_loads,
+)
 from megatron_uring.bench.limit import Fio
 from megatron_uring.bench.measure import (
     OURS,
@@ -40,6 +47,7 @@ from megatron_uring.megatron.switch import disable, enable
 FOLDER = "megatron_uring_bench"  # made in the directory that is measured
 LARGE, SMALL, RESTORE, TINY = "large", "small", "restore", "tiny"
 SHARING = "sharing"
+OPTIONS_SAVE, OPTIONS_RESTORE = "options, save", "options, restore"
 TINY_FIRST, TINY_SECOND = "tiny, first save", "tiny, second save"
 BIG_FIRST, BIG_SECOND = "large, first save", "large, second save"
 _LOADS_OF = {"torch.save + fsync": "torch.load"}
@@ -77,6 +85,18 @@ class Bench:
         formats = [*our_saves(self.world), *self.peers]
         variants = [self._save_variant(one, state, target, folder) for one in formats]
         rows = self._interleave(section, [*limits, *variants], state)
+        self._remove(folder)
+        return rows
+
+    def options_section(self, state: State) -> list[Row]:
+        """Save `state` with other sizes than the default ones, and restore it, cold; rows."""
+        folder, target = os.path.join(self.folder, "save"), state.empty()
+        formats = our_options(self.world)
+        saves = [self._save_variant(one, state, target, folder) for one in formats]
+        rows = self._interleave(OPTIONS_SAVE, saves, state)
+        self._write_once(formats[0], state, folder)
+        loads = [self._load_variant(one, state, target, folder, "") for one in formats]
+        rows += self._interleave(OPTIONS_RESTORE, loads, state)
         self._remove(folder)
         return rows
 

@@ -26,7 +26,8 @@ import click
 
 from megatron_uring.bench.peers import NAMES
 
-SECTIONS = ("large", "small", "restore", "sharing", "tiny", "scale")
+DEFAULT_SECTIONS = ("large", "small", "restore", "sharing", "tiny", "scale")
+SECTIONS = (*DEFAULT_SECTIONS, "options")
 _GROUP_TIMEOUT_S = 600.0
 
 
@@ -63,9 +64,10 @@ def run(options: Options, keep: Callable[[dict[str, Any]], None]) -> dict[str, A
     points: list[dict[str, Any]] = []
     try:
         for section in options.sections:
-            rows += _measure_section(bench, section, options)
+            measured = _measure_section(bench, section, options)
             gc.collect()  # two sections' tensors would not fit into memory side by side
-            _show(world.rank, section, rows, options.trials)
+            _show(world.rank, measured, options.trials)
+            rows += measured
             if section == "scale":
                 points = _measure_scale(bench, options)
             if world.rank == 0:
@@ -96,12 +98,14 @@ def _measure_section(bench: Any, section: str, options: Options) -> list[Any]:
         return list(bench.tiny_section(options.tiny_tensors_per_rank, large_count))
     if section == "sharing":  # the same tensors on every rank
         return list(bench.sharing_section(state.large_state(0, options.gigabytes_per_rank)))
-    if section in ("large", "restore"):
-        large = state.large_state(rank, options.gigabytes_per_rank)
-        if section == "large":
-            return list(bench.save_section("large", large))
-        return list(bench.restore_section(large))
-    return []
+    large_sections = {
+        "large": lambda large: bench.save_section("large", large),
+        "restore": bench.restore_section,
+        "options": bench.options_section,
+    }
+    if section not in large_sections:
+        return []
+    return list(large_sections[section](state.large_state(rank, options.gigabytes_per_rank)))
 
 
 def _measure_scale(bench: Any, options: Options) -> list[dict[str, Any]]:
@@ -122,12 +126,17 @@ def _measure_scale(bench: Any, options: Options) -> list[dict[str, Any]]:
     return points
 
 
-def _show(rank: int, section: str, rows: list[Any], trials: int) -> None:
+def _show(rank: int, rows: list[Any], trials: int) -> None:
     from megatron_uring.bench import report, summary
 
-    own = [row for row in rows if row.section == section]
-    if rank == 0 and own:
-        report.print_section(section, summary.summarize(own), own[0].gigabytes, trials)
+    for section, own in _by_section(rows).items():
+        if rank == 0:
+            report.print_section(section, summary.summarize(own), own[0].gigabytes, trials)
+
+
+def _by_section(rows: list[Any]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(row.section for row in rows)
+    return {name: [row for row in rows if row.section == name] for name in names}
 
 
 def _result(
@@ -135,11 +144,7 @@ def _result(
 ) -> dict[str, Any]:
     from megatron_uring.bench import report, summary
 
-    tables = {
-        section: summary.summarize([row for row in rows if row.section == section])
-        for section in options.sections
-        if section != "scale"
-    }
+    tables = {section: summary.summarize(own) for section, own in _by_section(rows).items()}
     machine = report.machine(options.directory)
     machine.update(ranks=bench.world.size, communicator=bench.world.reason, cold=bench.cold)
     return {
@@ -224,10 +229,11 @@ _AT_LEAST_ONE = click.IntRange(min=1)
 )
 @click.option(
     "--sections",
-    default=",".join(SECTIONS),
+    default=",".join(DEFAULT_SECTIONS),
     show_default=True,
     help="what to measure: large and small saves; cold restores; sharing, where all ranks of "
-    "a node restore the same; tiny tensors beside large ones; scale, planning and index",
+    "a node restore the same; tiny tensors beside large ones; scale, planning and index; "
+    "options, other sizes of pool, queue and threads than the default ones",
 )
 @click.option(
     "--scale-shards",
