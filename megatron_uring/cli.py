@@ -139,9 +139,9 @@ def _probe(directory: str, as_json: bool) -> int:
         click.echo(json_module.dumps(dataclasses.asdict(found), indent=1))
         return 0
     table = Table("", "GB/s", "", box=None)
-    for mebibytes, rate in found.gb_per_s.items():
-        chosen = int(mebibytes) << 20 == found.slab_bytes
-        table.add_row(f"write, slabs of {mebibytes} MiB", f"{rate:.2f}", "chosen" if chosen else "")
+    for name, rate in found.gb_per_s.items():
+        chosen = name == found.chosen
+        table.add_row(f"write, {name}", f"{rate:.2f}", "chosen" if chosen else "")
     for name, rate in found.read_gb_per_s.items():
         chosen = (name == "buffered") == found.buffered_reads
         table.add_row(f"read, {name}", f"{rate:.2f}", "chosen" if chosen else "")

@@ -84,8 +84,8 @@ class Config:
     queue_depth: int = _option(8, "most reads or writes in flight")
     probe: str = _option(
         "auto",
-        "choose slab size and depth by a short probe of the file system, once; auto does so before "
-        "the first save of 4 GiB or more on rank 0",
+        "choose slab size, depth and engine, and direct or buffered reads, by a short probe of the "
+        "file system, once; auto does so before the first save of 4 GiB or more on rank 0",
         ("auto", "on", "off"),
     )
     posix_threads: int = _option(4, "threads of the POSIX engine")

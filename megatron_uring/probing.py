@@ -1,5 +1,5 @@
-"""Probing: which slab size and depth write fastest to a file system, and whether large reads are
-faster direct or buffered; asked once, then remembered.
+"""Probing: which slab size, depth and engine write fastest to a file system, and whether large
+reads are faster direct or buffered; asked once, then remembered.
 
 Guarantees
 ----------
@@ -9,7 +9,8 @@ Guarantees
 - The pool's size does not change: fewer larger slabs or more smaller ones.
 - The default stays unless another choice is clearly faster: a noisy disk must not decide.
 - Where the user set one of `slab_bytes`, `slab_count` and `queue_depth` to something else than the
-  default, none of them is changed. A probe that fails changes nothing.
+  default, nothing is changed; an engine that the user named stays. A probe that fails changes
+  nothing.
 - A restore never probes: it may be anywhere, alone, and without the right to write. It asks what is
   remembered.
 - The answer is kept per user, machine and file system in a small JSON file, which is replaced as a
@@ -47,7 +48,7 @@ _DEPTH_MAXIMUM = 32
 _ROUNDS = 2
 _FILE_BYTES = 128 * MEBIBYTE
 CLEARLY_FASTER = 1.15
-_CHOSEN = ("slab_bytes", "slab_count", "queue_depth")
+_SIZES = ("slab_bytes", "slab_count", "queue_depth")
 _READS = {"direct": True, "buffered": False}
 _Name = TypeVar("_Name")
 _Candidate = TypeVar("_Candidate")
@@ -65,7 +66,12 @@ class Tuning:
     slab_bytes, slab_count, queue_depth
         As in `Config`.
     gb_per_s
-        By slab size in MiB.
+        Of each candidate, by name.
+    chosen
+        The name of the one that these sizes are of.
+    engine
+        ``"posix"`` where its threads wrote faster than a ring: io_uring serialises the writes of
+        one file on file systems that do not let direct ones run in parallel.
     buffered_reads
         Whether large cold reads are faster through the page cache.
     read_gb_per_s
@@ -76,13 +82,16 @@ class Tuning:
     slab_count: int
     queue_depth: int
     gb_per_s: dict[str, float]
+    chosen: str = ""
+    engine: str = "auto"
     buffered_reads: bool = False
     read_gb_per_s: dict[str, float] = field(default_factory=dict)
 
     def apply(self, config: Config) -> Config:
-        """`config` with these sizes."""
+        """`config` with these sizes, and this engine unless it names one."""
         return replace(
             config,
+            engine=self.engine if config.engine == "auto" else config.engine,
             slab_bytes=self.slab_bytes,
             slab_count=self.slab_count,
             queue_depth=self.queue_depth,
@@ -98,8 +107,7 @@ def tune(directory: str, config: Config, state_bytes: int) -> Config:
     """
     if config.probe == "off" or _user_chose(config):
         return config
-    key = _key(directory)
-    found = _remembered.get(key) or _read_store().get(key)
+    found = _recall(directory, config)
     if found is None and (config.probe == "on" or state_bytes >= FROM_BYTES):
         try:
             found = probe(directory, config)
@@ -114,23 +122,26 @@ def direct_reads(directory: str, config: Config) -> str:
     """
     if config.direct != "auto" or config.probe == "off":
         return config.direct
-    key = _key(directory)
-    found = _remembered.get(key) or _read_store().get(key)
+    found = _recall(directory, config)
     return "off" if found is not None and found.buffered_reads else "auto"
 
 
-def sizes(config: Config) -> dict[str, Any]:
-    """The sizes that a probe chooses, by name, to send."""
-    return {name: getattr(config, name) for name in _CHOSEN}
+def difference(config: Config, tuned: Config) -> dict[str, Any]:
+    """What a probe changed in `config`, by name, to send."""
+    changed = {name: getattr(tuned, name) for name in ("engine", *_SIZES)}
+    return {name: value for name, value in changed.items() if value != getattr(config, name)}
 
 
-def adopt(config: Config, tuned: dict[str, Any]) -> Config:
-    """`config` with the sizes `tuned` of another rank, unless the user chose this rank's own."""
-    return config if _user_chose(config) else replace(config, **tuned)
+def adopt(config: Config, changed: dict[str, Any]) -> Config:
+    """`config` with what another rank `changed`, unless the user chose this rank's own."""
+    if _user_chose(config):
+        return config
+    kept = ("engine",) if config.engine != "auto" else ()
+    return replace(config, **{name: changed[name] for name in changed if name not in kept})
 
 
 def _user_chose(config: Config) -> bool:
-    return sizes(config) != sizes(Config())
+    return any(getattr(config, name) != getattr(Config, name) for name in _SIZES)
 
 
 def probe(directory: str, config: Config) -> Tuning:
@@ -141,28 +152,31 @@ def probe(directory: str, config: Config) -> Tuning:
     StorageError
         If the directory cannot be written to.
     """
-    config = replace(config, **sizes(Config()))  # the answer is for those who set no size
-    candidates = {mebibytes: _candidate(config, mebibytes) for mebibytes in _SLAB_MEBIBYTES}
+    # the answer is for those who set no size
+    config = replace(config, **{name: getattr(Config, name) for name in _SIZES})
+    candidates = _candidates(config)
     source = np.random.default_rng(0).integers(0, 256, 16 * MEBIBYTE, dtype=np.uint8)
     speed = _rates(candidates, lambda candidate: _time_write(directory, candidate, source))
-    default = best = _SLAB_MEBIBYTES[0]
+    default = best = next(iter(candidates))
     complete = len(speed) == len(candidates)
     if complete and max(speed.values()) >= CLEARLY_FASTER * speed[default]:
-        best = max(speed, key=lambda mebibytes: speed[mebibytes])
+        best = max(speed, key=lambda name: speed[name])
     chosen = candidates[best]
     reads = _read_rates(directory, chosen, source)
     found = Tuning(
         chosen.slab_bytes,
         chosen.slab_count,
         chosen.queue_depth,
-        {str(mebibytes): round(rate, 3) for mebibytes, rate in speed.items()},
+        {name: round(rate, 3) for name, rate in speed.items()},
+        best,
+        chosen.engine,
         len(reads) == len(_READS) and reads["buffered"] >= CLEARLY_FASTER * reads["direct"],
         {name: round(rate, 3) for name, rate in reads.items()},
     )
     for candidate in candidates.values():
         if candidate not in (chosen, config):  # the caller's own may be at work
             stage.close_engine(candidate)
-    _remember(directory, found, keep=complete)
+    _remember(directory, config, found, keep=complete)
     return found
 
 
@@ -181,6 +195,21 @@ def _rates(
         for name, own in seconds.items()
         if len(own) == _ROUNDS
     }
+
+
+def _candidates(config: Config) -> dict[str, Config]:
+    """By name, the default first."""
+    kind = stage.open_engine(config).kind
+    found = {label(kind, size): _candidate(config, size) for size in _SLAB_MEBIBYTES}
+    if config.engine == "auto" and kind != "posix":
+        size = _SLAB_MEBIBYTES[0]
+        found[label("posix", size)] = replace(_candidate(config, size), engine="posix")
+    return found
+
+
+def label(kind: str, mebibytes: int) -> str:
+    """Name of a candidate."""
+    return f"{kind}, slabs of {mebibytes} MiB"
 
 
 def _candidate(config: Config, mebibytes: int) -> Config:
@@ -279,11 +308,19 @@ def _repeated(source: np.ndarray) -> Staged:
 # what is remembered
 
 
-def _key(directory: str) -> str:
-    """One for each machine, kernel and file system."""
+def _key(directory: str, config: Config) -> str:
+    """One for each machine, kernel, file system, and what the user asked for."""
     kind = write.describe_storage(directory).file_system
     identity = os.statvfs(directory).f_fsid
-    return f"{platform.node()} {platform.release()} {kind} {identity:x}"
+    return (
+        f"{platform.node()} {platform.release()} {kind} {identity:x} "
+        f"engine={config.engine} direct={config.direct}"
+    )
+
+
+def _recall(directory: str, config: Config) -> Tuning | None:
+    key = _key(directory, config)
+    return _remembered.get(key) or _read_store().get(key)
 
 
 def _store() -> Path:
@@ -291,9 +328,9 @@ def _store() -> Path:
     return Path(base) / "megatron_uring" / "probe.json"
 
 
-def _remember(directory: str, found: Tuning, *, keep: bool) -> None:
+def _remember(directory: str, config: Config, found: Tuning, *, keep: bool) -> None:
     """For this process, and for others if `keep`."""
-    key = _key(directory)
+    key = _key(directory, config)
     _remembered[key] = found
     if keep:
         _store_answer(key, found)

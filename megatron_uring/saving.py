@@ -81,6 +81,7 @@ class Saving:
         self.is_aggregator = bool(self.groups.aggregator[self.number] == world.rank)
         self.path = os.path.join(directory, subfile_name(self.save_id, self.number))
         self.direct = False
+        self.probed_engine = False
         self._regions: list[tuple[int, int, Any]] = []
         self._totals = (0, 0, 0)
 
@@ -98,7 +99,7 @@ class Saving:
                 own_bytes = int(provided.shards.lengths()[provided.owner].sum())
                 tuned = probing.tune(directory, config, own_bytes)
                 setting = {
-                    "tuned": probing.sizes(tuned) if tuned is not config else {},
+                    "tuned": probing.difference(config, tuned),
                     "save_id": commit.new_save_id(),
                     "replaces": commit.committed_save_id(directory),
                     "stripe_bytes": storage.stripe_bytes,
@@ -108,9 +109,11 @@ class Saving:
                 }
         message = json.dumps(setting).encode() if world.rank == 0 else None
         setting = json.loads(world.broadcast(message))
-        config = probing.adopt(config, setting["tuned"])
+        tuned = probing.adopt(config, setting["tuned"])
         clock.lap("begin")
-        return cls(world, directory, config, setting, clock)
+        saving = cls(world, directory, tuned, setting, clock)
+        saving.probed_engine = tuned.engine != config.engine
+        return saving
 
     def place(self, provided: Provided) -> Placed:
         """Fix every offset, and prove on rank 0 that each element of each tensor has one owner."""
@@ -343,7 +346,9 @@ class Saving:
             files=files,
             seconds=self.clock.seconds,
             phases_s=dict(self.clock.phases_s),
-            engine=engine.reason,
+            engine=f"{engine.kind}: a probe found it faster here"
+            if self.probed_engine
+            else engine.reason,
             communicator=self.world.reason,
             aggregation=f"{self.groups.mode}: {self.groups.reason}",
             staging=f"{self.config.slab_count} slabs of {self.config.slab_bytes >> 20} MiB, "

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatron_uring import (
     cli,
     layout,
     probing,
+    stage,
 )
 
 
@@ -27,16 +29,17 @@ def nothing_remembered(monkeypatch, tmp_path_factory):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Pretend that candidates take these seconds, by slab size in MiB, and that reads are so fast;
-    returns what was timed.
+    """Pretend that candidates take these seconds, by slab size in MiB, the POSIX engine as long as
+    the default, and that reads are so fast; returns what was timed.
     """
 
-    def pretend(seconds, reads=None):
+    def pretend(seconds, reads=None, posix=None):
         asked = []
 
         def time_one(directory, config, source):
             asked.append(config.slab_bytes >> 20)
-            return seconds[config.slab_bytes >> 20]
+            slow = posix is None or config.engine != "posix"
+            return seconds[config.slab_bytes >> 20] if slow else posix
 
         monkeypatch.setattr(probing, "_time_write", time_one)
         monkeypatch.setattr(probing, "_read_rates", lambda *_: reads or {})
@@ -45,10 +48,18 @@ def timed(monkeypatch):
     return pretend
 
 
+def rounds():
+    """How often candidates are timed: twice each, the POSIX engine once more beside a ring."""
+    return 8 if stage.open_engine(Config()).kind == "io_uring" else 6
+
+
 def test_a_real_probe_measures_each_candidate_and_leaves_nothing(tmp_path):
     config = Config()
     found = probing.probe(str(tmp_path), config)
-    assert set(found.gb_per_s) == {"16", "4", "32"}
+    first = stage.open_engine(config).kind
+    names = [probing.label(first, size) for size in (16, 4, 32)]
+    assert list(found.gb_per_s)[:3] == names and found.chosen in found.gb_per_s
+    assert set(found.gb_per_s) == {*names, probing.label("posix", 16)}
     assert all(rate > 0 for rate in found.gb_per_s.values())
     assert found.slab_bytes * found.slab_count == config.slab_bytes * config.slab_count
     assert os.listdir(tmp_path) == []
@@ -94,7 +105,7 @@ def test_a_large_restore_reads_as_the_probe_found_and_probes_nothing(
     assert bool(megatron_uring.restore(str(tmp_path))["a"].all())
     read = checkpoint.last_reports()["restore"]
     assert read.direct == (report.direct and buffered_gb_per_s < 2)
-    assert len(asked) == 6
+    assert len(asked) == rounds()
 
 
 def test_a_clearly_faster_candidate_is_chosen(tmp_path, timed):
@@ -127,7 +138,7 @@ def test_it_is_asked_once_for_each_file_system_and_kept_for_other_processes(
     assert first.slab_bytes == 32 << 20
     monkeypatch.setattr(probing, "_remembered", {})  # as in another process
     assert probing.tune(str(tmp_path), Config(), 0).slab_bytes == 32 << 20
-    assert len(asked) == 6
+    assert len(asked) == rounds()
 
 
 @pytest.mark.parametrize(
@@ -140,11 +151,11 @@ def test_what_the_user_chose_stays(tmp_path, timed, config):
     assert asked == []
 
 
-@pytest.mark.parametrize(("state_bytes", "count"), [(probing.FROM_BYTES - 1, 0), (1 << 40, 6)])
+@pytest.mark.parametrize(("state_bytes", "count"), [(probing.FROM_BYTES - 1, 0), (1 << 40, 1)])
 def test_by_itself_it_probes_before_large_saves_alone(tmp_path, timed, state_bytes, count):
     asked = timed({16: 1.0, 4: 1.0, 32: 1.0})
     assert probing.tune(str(tmp_path), Config(), state_bytes) == Config()
-    assert len(asked) == count
+    assert len(asked) == count * rounds()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +168,7 @@ def test_a_store_that_makes_no_sense_is_as_good_as_none(tmp_path, timed, text):
     store.parent.mkdir()
     if text is None:
         sizes = {"slab_bytes": 5, "slab_count": 1, "queue_depth": 1, "gb_per_s": {}}
-        text = json.dumps({probing._key(str(tmp_path)): sizes})
+        text = json.dumps({probing._key(str(tmp_path), Config()): sizes})
     store.write_text(text)
     assert probing.tune(str(tmp_path), Config(), 0) == Config()
     assert probing.tune(str(tmp_path), Config(probe="on"), 0).slab_bytes == 32 << 20
@@ -170,7 +181,7 @@ def test_a_cache_that_cannot_be_written_keeps_the_answer_in_this_process(
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     for _ in range(2):
         assert probing.tune(str(tmp_path), Config(probe="on"), 0).slab_bytes == 32 << 20
-    assert len(asked) == 6
+    assert len(asked) == rounds()
 
 
 def test_a_probe_that_fails_changes_nothing_and_leaves_nothing(tmp_path, save):
@@ -204,10 +215,28 @@ def test_a_save_uses_what_was_found(tmp_path, timed, save):
 
 
 def test_another_ranks_sizes_are_taken_unless_this_rank_has_its_own():
-    tuned = probing.sizes(Config(slab_bytes=4 << 20, slab_count=32, queue_depth=32))
-    assert probing.adopt(Config(engine="posix"), tuned) == Config(engine="posix", **tuned)
-    assert probing.adopt(Config(slab_count=2), tuned) == Config(slab_count=2)
+    faster = Config(slab_bytes=4 << 20, slab_count=32, queue_depth=32)
+    changed = probing.difference(Config(), faster)
+    assert changed == {"slab_bytes": 4 << 20, "slab_count": 32, "queue_depth": 32}
+    assert probing.adopt(Config(engine="posix"), changed) == replace(faster, engine="posix")
+    assert probing.adopt(Config(slab_count=2), changed) == Config(slab_count=2)
     assert probing.adopt(Config(), {}) == Config()
+
+
+def test_the_posix_engine_is_taken_where_it_is_clearly_faster_and_none_was_named(
+    tmp_path, timed, save
+):
+    if stage.open_engine(Config()).kind == "posix":
+        pytest.skip("no ring here")
+    timed({16: 1.0, 4: 1.0, 32: 1.0}, posix=0.5)
+    report = save({"a": 1}, str(tmp_path), config=Config(probe="on"))
+    assert report.engine == "posix: a probe found it faster here"
+    report = save({"a": 1}, str(tmp_path), config=Config(engine="io_uring", probe="on"))
+    assert report.engine == "io_uring: asked for"
+    tuned = Config(engine="posix")
+    changed = probing.difference(Config(), tuned)
+    assert probing.adopt(Config(), changed) == tuned
+    assert probing.adopt(Config(engine="io_uring"), changed) == Config(engine="io_uring")
 
 
 def test_the_answer_does_not_depend_on_sizes_that_somebody_set(tmp_path, timed):
