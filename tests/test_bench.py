@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
+import time
 from pathlib import Path
 
 import click
@@ -360,6 +362,28 @@ def test_caches_can_be_dropped_without_being_root(world, tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"x")
     monkeypatch.setattr(cache, "_DROP_CACHES", str(tmp_path / "missing" / "drop_caches"))
     assert cache.drop_caches(world, str(tmp_path)).startswith("posix_fadvise")
+
+
+@pytest.mark.parametrize("end", ["killed", "failed", "done"])
+def test_the_folder_is_removed_however_the_run_ends(tmp_path, end):
+    program = textwrap.dedent("""
+        import os, signal, sys
+        from megatron_uring import comm
+        from megatron_uring.bench.sections import Bench
+        world = comm.connect(30.0, "auto")
+        with Bench(world, sys.argv[1], 1, []).removed_in_the_end():
+            os.makedirs(sys.argv[1] + "/save")
+            if sys.argv[2] == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            assert sys.argv[2] == "done"
+    """)
+    folder = tmp_path / "a folder"
+    done = subprocess.run([sys.executable, "-c", program, folder, end], check=False, timeout=60)
+    assert (done.returncode == 0) == (end == "done")
+    deadline = time.monotonic() + 10
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not folder.exists()
 
 
 def test_memory_of_the_page_cache_is_touched_and_given_back(world, tmp_path, monkeypatch):

@@ -43,10 +43,8 @@ def run(
     folder = os.path.join(os.path.abspath(directory), FOLDER)
     bench = Bench(world, folder, trials, peers.peers(["torch_save"], world, ""))
     large = state.large_state(world.rank, gigabytes_per_rank, tensor_bytes)
-    try:
+    with bench.removed_in_the_end():
         rows = bench.save_section(LARGE, large, with_limit=False)
-    finally:
-        bench.remove()
     if world.rank != 0:
         return None
     table = summary.summarize(rows)
@@ -63,9 +61,15 @@ def main(arguments: list[str] | None = None) -> None:
 
     @click.command(context_settings={"help_option_names": ["-h", "--help"]})
     @click.option("--directory", default=".", show_default=True, help="file system to measure")
-    @click.option("--gigabytes-per-rank", default=2.0, show_default=True)
-    @click.option("--trials", default=5, show_default=True, type=click.IntRange(min=1))
-    @click.option("--tensor-mebibytes", default=64, show_default=True)
+    @click.option("--gigabytes-per-rank", default=2.0, show_default=True, help="of state")
+    @click.option(
+        "--trials",
+        default=5,
+        show_default=True,
+        type=click.IntRange(min=1),
+        help="timed, of each variant, after a warm-up",
+    )
+    @click.option("--tensor-mebibytes", default=64, show_default=True, help="size of each tensor")
     @click.option("--json", "json_path", default=None, help="write all rows to this file")
     def command(
         directory: str,
@@ -74,6 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
         tensor_mebibytes: int,
         json_path: str | None,
     ) -> None:
+        """Saves beside torch.save + fsync, interleaved: a short form of speed."""
         found = run(
             directory,
             gigabytes_per_rank=gigabytes_per_rank,

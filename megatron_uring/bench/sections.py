@@ -15,6 +15,7 @@ import contextlib
 import functools
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,8 @@ OPTIONS_SAVE, OPTIONS_RESTORE = "options, save", "options, restore"
 TINY_FIRST, TINY_SECOND = "tiny, first save", "tiny, second save"
 BIG_FIRST, BIG_SECOND = "large, first save", "large, second save"
 _LOADS_OF = {"torch.save + fsync": "torch.load"}
+# once more for those who had a file open: fio, other ranks
+_REMOVE_AT_END = 'cat >/dev/null; rm -rf -- "$1"; sleep 1; rm -rf -- "$1"'
 TINY_MEGATRON = "tiny through Megatron, second"
 
 
@@ -230,10 +233,27 @@ class Bench:
         empty_folder(self.world, folder)
         cache.touch(self.world, self.folder, state.total_bytes)
 
-    def remove(self) -> None:
-        """Remove the benchmark's folder; not collective, for it ends failed runs too."""
-        if self.world.rank == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
+    @contextlib.contextmanager
+    def removed_in_the_end(self) -> Iterator[None]:
+        """The folder is removed, also if this process is killed: mpirun, when it is interrupted,
+        gives its ranks less time than that takes.
+
+        A shell waits for this process to end, outside of its process group.
+        """
+        if self.world.rank != 0:
+            yield
+            return
+        watcher = subprocess.Popen(
+            ["sh", "-c", _REMOVE_AT_END, "sh", self.folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            yield
+        finally:
+            watcher.communicate()
 
     def _remove(self, folder: str) -> None:
         self.world.barrier()

@@ -6,7 +6,7 @@ Guarantees
   large ones, and the cost of planning and index up to a million shards.
 - A peer that cannot run is a row with its reason. The command fails only if bytes came back
   different, or if the default configuration of ours failed.
-- What it writes lies in one folder, which it removes.
+- What it writes lies in one folder, which is removed in the end, however the run ends.
 - The JSON file is written again after each section: a run that is ended early leaves what it has.
 """
 
@@ -62,7 +62,7 @@ def run(options: Options, keep: Callable[[dict[str, Any]], None]) -> dict[str, A
     bench = Bench(world, folder, options.trials, formats, _progress(world.rank))
     rows: list[measure.Row] = []
     points: list[dict[str, Any]] = []
-    try:
+    with bench.removed_in_the_end():
         for section in options.sections:
             measured = _measure_section(bench, section, options)
             gc.collect()  # two sections' tensors would not fit into memory side by side
@@ -72,8 +72,6 @@ def run(options: Options, keep: Callable[[dict[str, Any]], None]) -> dict[str, A
                 points = _measure_scale(bench, options)
             if world.rank == 0:
                 keep(_result(options, bench, rows, points))
-    finally:
-        bench.remove()
     return _result(options, bench, rows, points) if world.rank == 0 else None
 
 
