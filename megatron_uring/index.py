@@ -39,10 +39,30 @@ from megatron_uring.shards import ShardTable
 from megatron_uring.tables import Extents, Regions
 
 
-def sealed(index: Index) -> bytes:
+def sealed(index: Index, encoded: EncodedShards | None = None) -> bytes:
     """The content of `index.h5`: image and trailer."""
-    image = encode(index)
+    image = encode(index, encoded)
     return image + seal(image, index.save_id)
+
+
+class EncodedShards:
+    """The groups ``tensors`` and ``shards`` of an index, which are most of its bytes: encoded
+    before the rest is known, and once for all saves of the same structure.
+    """
+
+    def __init__(self, shards: ShardTable, extents: Extents) -> None:
+        self._file = _new_image()
+        _encode_shards(self._file, shards, extents)
+
+    def copy_to(self, file: h5py.File) -> None:
+        """Copy the groups; HDF5 takes compressed chunks as they are."""
+        for name in self._file:
+            self._file.copy(name, file)
+
+
+def _new_image() -> h5py.File:
+    # The core driver keeps the image in memory; a file of this name is never made.
+    return h5py.File(_image_name(), "w", driver="core", backing_store=False, libver="v110")
 
 
 _image_numbers = itertools.count()
@@ -53,11 +73,12 @@ def _image_name() -> str:
     return f"index-{os.getpid()}-{next(_image_numbers)}.h5"
 
 
-def encode(index: Index) -> bytes:
-    """The index as an HDF5 image, without its trailer."""
-    # The core driver keeps the image in memory; a file of this name is never made.
-    name = _image_name()
-    with h5py.File(name, "w", driver="core", backing_store=False, libver="v110") as file:
+def encode(index: Index, encoded: EncodedShards | None = None) -> bytes:
+    """The index as an HDF5 image, without its trailer.
+
+    `encoded` holds the index's shards, if they were encoded before.
+    """
+    with _new_image() as file:
         file.attrs.update(
             format=FORMAT_NAME,
             version=FORMAT_VERSION,
@@ -69,7 +90,10 @@ def encode(index: Index) -> bytes:
         facts = file.create_group("facts")
         for name, text in index.facts.items():
             facts.create_dataset(name, data=text)
-        _encode_shards(file, index)
+        if encoded is not None:
+            encoded.copy_to(file)
+        else:
+            _encode_shards(file, index.shards, index.shard_extents)
         _write(
             file,
             "objects",
@@ -96,8 +120,7 @@ def encode(index: Index) -> bytes:
         return image
 
 
-def _encode_shards(file: h5py.File, index: Index) -> None:
-    shards = index.shards
+def _encode_shards(file: h5py.File, shards: ShardTable, extents: Extents) -> None:
     first = shards.first_rows()
     ndim = shards.ndim[first]
     dimension = np.arange(shards.shape.shape[1])
@@ -120,7 +143,7 @@ def _encode_shards(file: h5py.File, index: Index) -> None:
             ("tensor", shards.tensor),
             ("offset", shards.offset[per_shard]),
             ("shape", shards.shape[per_shard]),
-            *_extent_columns(index.shard_extents),
+            *_extent_columns(extents),
         ),
     )
 

@@ -70,19 +70,27 @@ class Index:
         return names
 
 
+def owned_rows(structure: Structure) -> tuple[ShardTable, Extents]:
+    """The rows that the index has of a structure: replicas are not saved."""
+    owned, extents = np.flatnonzero(structure.owner), structure.extents
+    return (
+        structure.shards.take(owned).compact(),
+        Extents(extents.subfile[owned], extents.start[owned], extents.length[owned]),
+    )
+
+
 def assemble_index(
     save_id: str,
-    structure: Structure,
+    rows: tuple[ShardTable, Extents],
     contents: Contents,
     facts: dict[str, str],
     open_end: int | None,
 ) -> Index:
-    """Join what is known before the write with what is known after it.
+    """Join what is known before the write (`rows`) with what is known after it.
 
     Subfiles end with their last region, or, before the footer exists, at `open_end`.
     """
-    owned = np.flatnonzero(structure.owner)
-    extents, regions = structure.extents, contents.regions
+    regions = contents.regions
     numbers = np.unique(regions.subfile).astype(np.int32)
     length = np.zeros(len(numbers), np.int64)
     np.maximum.at(length, np.searchsorted(numbers, regions.subfile), regions.start + regions.length)
@@ -90,8 +98,7 @@ def assemble_index(
         length[:] = open_end
     return Index(
         save_id,
-        structure.shards.take(owned).compact(),
-        Extents(extents.subfile[owned], extents.start[owned], extents.length[owned]),
+        *rows,
         contents.object_keys,
         contents.object_extents,
         regions,

@@ -79,6 +79,7 @@ def run_job(
     *,
     alive: object = None,
     report: Callable[[int], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> _engine.Job:
     """Start a job and wait until it is done.
 
@@ -94,6 +95,8 @@ def run_job(
         Keeps the memory that the job works on.
     report
         Called with the bytes done so far, about twenty times a second.
+    meanwhile
+        Called once, as soon as the job is at work.
 
     Raises
     ------
@@ -106,6 +109,8 @@ def run_job(
     job = None
     try:
         job = start()
+        if meanwhile is not None:
+            meanwhile()
         _poll(job, operation, path, timeout_s, report)
     except OSError as error:
         if job is None:

@@ -30,7 +30,7 @@ from megatron_uring.errors import StateMismatchError
 from megatron_uring.index_rules import assemble_index, with_common
 from megatron_uring.layout import PAGE_BYTES, Superblock, Trailer, round_up, subfile_name
 from megatron_uring.progress import Clock, step
-from megatron_uring.structures import group_communicator, share_structure
+from megatron_uring.structures import KnownStructure, group_communicator, share_structure
 from megatron_uring.tables import Contents, Extents, Groups, Provided, Regions, Staged, Structure
 
 _log = logging.getLogger(__name__)
@@ -50,9 +50,7 @@ class Placed:
     object_keys: tuple[str, ...]
     objects: tuple[bytes, ...]
     replicas: tuple[str, ...]
-    structure: Structure
-    group_structure: Structure | None
-    world_structure: Structure | None
+    known: KnownStructure
 
 
 class Saving:
@@ -125,7 +123,7 @@ class Saving:
         grouped = plan.plan_group(sizes[:, 0], sizes[:, 1], stripe_bytes=self.stripe_bytes)
         tensor_start = int(grouped.tensor_start[self.group.rank])
         structure = self._structure(provided, rows, lengths, region.shard_start + tensor_start)
-        group_structure, world_structure = share_structure(
+        known = share_structure(
             self.world, self.group, structure, self.groups.group_of_rank.tobytes()
         )
         self.clock.lap("plan")
@@ -137,9 +135,7 @@ class Saving:
             provided.object_keys,
             provided.objects,
             provided.replicas,
-            structure,
-            group_structure,
-            world_structure,
+            known,
         )
 
     def _structure(
@@ -208,7 +204,12 @@ class Saving:
         with step(self.world, "write subfile"):
             staged = stage.stage_tensors(host, boxes, start, shards.lengths(), head=head)
             self._write_region(
-                engine, file, placed.tensor_start, placed.region.tensor_bytes, staged
+                engine,
+                file,
+                placed.tensor_start,
+                placed.region.tensor_bytes,
+                staged,
+                placed.known.encode,
             )
             objects = stage.stage_objects(
                 placed.objects, placed.region.object_start + placed.object_start
@@ -222,7 +223,13 @@ class Saving:
         self.clock.lap("sync")
 
     def _write_region(
-        self, engine: _engine.Engine, file: _engine.File, start: int, length: int, staged: Staged
+        self,
+        engine: _engine.Engine,
+        file: _engine.File,
+        start: int,
+        length: int,
+        staged: Staged,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         if not length:
             return
@@ -234,6 +241,7 @@ class Saving:
             staged,
             timeout_s=self.config.timeout_s,
             report=self.world.report_progress,
+            meanwhile=meanwhile,
         )
         self._regions.append((start, length, checksums))
 
@@ -284,11 +292,10 @@ class Saving:
     def _write_footer(
         self, engine: _engine.Engine, file: _engine.File, placed: Placed, contents: Contents
     ) -> None:
-        assert placed.group_structure is not None
-        part = assemble_index(
-            self.save_id, placed.group_structure, contents, {}, placed.footer_start
-        )
-        image = index_module.encode(part)
+        group = placed.known.group
+        assert group is not None
+        part = assemble_index(self.save_id, group.rows, contents, {}, placed.footer_start)
+        image = index_module.encode(part, group.encoded())
         length = round_up(len(image) + Trailer.SIZE_BYTES, PAGE_BYTES)
         trailer = index_module.seal(image, self.save_id, placed.footer_start)
         footer = image.ljust(length - Trailer.SIZE_BYTES, b"\0") + trailer
@@ -308,11 +315,12 @@ class Saving:
         self.clock.lap("commit")
 
     def _publish(self, placed: Placed, contents: Contents, common: bytes | None) -> list[int]:
-        assert placed.world_structure is not None
+        world = placed.known.world
+        assert world is not None
         facts = _facts(self.groups, self.world)
-        index = assemble_index(self.save_id, placed.world_structure, contents, facts, None)
+        index = assemble_index(self.save_id, world.rows, contents, facts, None)
         try:
-            _check_objects(contents, placed.world_structure.shards.keys)
+            _check_objects(contents, index.shards.keys)
             commit.require_subfiles(
                 self.directory,
                 self.save_id,
@@ -322,7 +330,7 @@ class Saving:
             if common is not None:
                 crc32c = commit.write_common(self.directory, self.save_id, common)
                 index = with_common(index, len(common), crc32c)
-            sealed = index_module.sealed(index)
+            sealed = index_module.sealed(index, world.encoded())
         except BaseException:
             commit.discard(self.directory, self.save_id)
             raise

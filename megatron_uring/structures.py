@@ -6,6 +6,7 @@ Guarantees
   number in a single collective. Addresses are never kept, only keys, shapes and offsets.
 - Several structures are kept, since several models may save in turn; their number is bounded.
 - The ownership of every element is proved, on rank 0, whenever a structure is new.
+- What the index has of a structure is encoded once.
 """
 
 from __future__ import annotations
@@ -16,20 +17,54 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_uring import aggregate, ownership
+from megatron_uring import aggregate, index, ownership
 from megatron_uring.comm import Communicator
+from megatron_uring.index_rules import owned_rows
 from megatron_uring.progress import step
-from megatron_uring.tables import Groups, Structure
+from megatron_uring.shards import ShardTable
+from megatron_uring.tables import Extents, Groups, Structure
 
 _STRUCTURES_KEPT = 4
 
 
+class IndexRows:
+    """What the index has of a structure."""
+
+    def __init__(self, structure: Structure) -> None:
+        self.rows: tuple[ShardTable, Extents] = owned_rows(structure)
+        self._encoded: index.EncodedShards | None = None
+
+    def encoded(self) -> index.EncodedShards:
+        """Encoded at the first call."""
+        if self._encoded is None:
+            self._encoded = index.EncodedShards(*self.rows)
+        return self._encoded
+
+
+@dataclass
+class KnownStructure:
+    """What the index will have of the group (on its aggregator), and of all ranks (on rank 0).
+
+    `number` is the same on all ranks.
+    """
+
+    number: int
+    group: IndexRows | None
+    world: IndexRows | None
+
+    def encode(self) -> None:
+        """Do now what the end of the save would otherwise wait for."""
+        for rows in (self.group, self.world):
+            if rows is not None:
+                rows.encoded()
+
+
 def share_structure(
     world: Communicator, group: Communicator, structure: Structure, grouping: bytes
-) -> tuple[Structure | None, Structure | None]:
-    """Structures of the group (on its aggregator) and of all ranks (on rank 0).
+) -> KnownStructure:
+    """The structure of the group and of all ranks.
 
-    They come from the cache if it holds this structure on every rank; else they are gathered.
+    It comes from the cache if that holds this structure on every rank; else it is gathered.
     """
     packed = structure.pack()
     digest = hashlib.blake2b(packed + grouping, digest_size=16).digest()
@@ -39,7 +74,7 @@ def share_structure(
     lowest, highest = world.allreduce(np.array([number, -number], np.int64), "min")
     if found is not None and lowest == -highest >= 0:
         cache.entries.move_to_end(digest)
-        return found.group, found.world
+        return found
     grouped = _gather_structures(group, structure, packed)
     if group is world:
         everything = grouped
@@ -49,8 +84,10 @@ def share_structure(
     with step(world, "plan save"):
         if everything is not None:
             ownership.check_ownership(everything.shards, everything.rank, everything.owner)
-    cache.remember(digest, grouped, everything)
-    return grouped, everything
+    group_rows = None if grouped is None else IndexRows(grouped)
+    if everything is grouped:
+        return cache.remember(digest, group_rows, group_rows)
+    return cache.remember(digest, group_rows, None if everything is None else IndexRows(everything))
 
 
 def _gather_structures(
@@ -70,28 +107,22 @@ def _gather_structures(
 
 
 @dataclass
-class _KnownStructure:
-    number: int
-    group: Structure | None
-    world: Structure | None
-
-
-@dataclass
 class _StructureCache:
-    """Structures by digest of this rank's part; `number` is the same on all ranks, which all miss
-    together.
-    """
+    """Structures by digest of this rank's part; all ranks miss together."""
 
     owner: Communicator
-    entries: OrderedDict[bytes, _KnownStructure] = field(default_factory=OrderedDict)
+    entries: OrderedDict[bytes, KnownStructure] = field(default_factory=OrderedDict)
     made: int = 0
 
-    def remember(self, digest: bytes, group: Structure | None, world: Structure | None) -> None:
+    def remember(
+        self, digest: bytes, group: IndexRows | None, world: IndexRows | None
+    ) -> KnownStructure:
         self.made += 1
-        self.entries[digest] = _KnownStructure(self.made, group, world)
+        known = self.entries[digest] = KnownStructure(self.made, group, world)
         self.entries.move_to_end(digest)
         while len(self.entries) > _STRUCTURES_KEPT:
             self.entries.popitem(last=False)
+        return known
 
 
 _caches: dict[int, _StructureCache] = {}

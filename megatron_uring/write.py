@@ -140,8 +140,10 @@ def write_region(
     *,
     timeout_s: float,
     report: Callable[[int], None],
+    meanwhile: Callable[[], None] | None = None,
 ) -> Uint32Array:
-    """Write the region [start, start+length): the staged pieces, and zeros between them.
+    """Write the region [start, start+length): the staged pieces, and zeros between them; call
+    `meanwhile` beside it.
 
     Returns
     -------
@@ -155,6 +157,7 @@ def write_region(
         timeout_s,
         alive=(staged, file),
         report=report,
+        meanwhile=meanwhile,
     )
     return job.checksums()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megatron_uring
-from megatron_uring import Config, Shard, StateMismatchError, checkpoint, providers
+from megatron_uring import Config, Shard, StateMismatchError, checkpoint, index, providers
 from megatron_uring.errors import NotACheckpointError, StorageError, UnsupportedError
 from megatron_uring.layout import DTYPE_NAMES
 
@@ -465,6 +465,18 @@ def test_a_changed_state_of_the_same_structure_is_saved_anew(save, posix, tmp_pa
         save({"x": tensor.fill_(step).clone(), "step": step}, tmp_path)
         restored = megatron_uring.restore(tmp_path, config=posix)
         assert restored["x"].tolist() == [step] * 10 and restored["step"] == step
+
+
+def test_shards_are_encoded_once_for_a_structure(save, tmp_path, monkeypatch):
+    made = []
+    encode = index._encode_shards
+    monkeypatch.setattr(index, "_encode_shards", lambda *a: (made.append(1), encode(*a)))
+    for step in range(3):
+        save({"a structure of its own": torch.full((10,), step), "step": step}, tmp_path)
+    assert len(made) == 1
+    save({"another structure": torch.ones(10)}, tmp_path)
+    assert len(made) == 2
+    assert megatron_uring.restore(tmp_path)["another structure"].tolist() == [1] * 10
 
 
 def test_an_unknown_dtype_is_refused_and_nothing_is_left(save, tmp_path):

@@ -97,6 +97,16 @@ def test_an_index_survives_encoding(index):
     assert same(index_module.decode(index_module.encode(index), "f"), index)
 
 
+@pytest.mark.parametrize("index", [make_index([]), make_index(MIXED, [("o", 100)])])
+def test_shards_may_be_encoded_before_the_rest_and_for_several_images(index):
+    encoded = index_module.EncodedShards(index.shards, index.shard_extents)
+    for _ in range(2):
+        image = index_module.encode(index, encoded)
+        assert same(index_module.decode(image, "f"), index)
+    # compressed as they would have been
+    assert len(image) <= len(index_module.encode(index)) + 4096
+
+
 def test_an_index_without_subfiles_survives():
     nothing = make_index([])
     empty = Regions(*(np.zeros(0, d) for d in (np.int32, np.int32, np.int64, np.int64, np.uint32)))

@@ -28,7 +28,7 @@ import numpy as np
 from megatron_uring import _engine, index, ownership, plan
 from megatron_uring.bench.measure import status_bytes
 from megatron_uring.config import Config
-from megatron_uring.index_rules import assemble_index
+from megatron_uring.index_rules import assemble_index, owned_rows
 from megatron_uring.layout import BLOCK_BYTES, DTYPE_BYTES, DTYPE_NAMES, INDEX_NAME
 from megatron_uring.progress import Clock
 from megatron_uring.shards import ShardTable
@@ -196,7 +196,7 @@ def _save_side(parts: list[ShardTable], path: str, clock: Clock) -> None:
     clock.lap("save: ownership")
     contents = _contents(regions)
     clock.lap(_INPUTS)
-    assembled = assemble_index("0" * 16, world, contents, {}, None)
+    assembled = assemble_index("0" * 16, owned_rows(world), contents, {}, None)
     clock.lap("save: assemble")
     sealed = index.sealed(assembled)
     clock.lap("save: encode")
