@@ -313,7 +313,7 @@ def test_fio_time_is_that_of_the_slowest_job_scaled_to_the_bytes_asked_for():
 
 def test_without_fio_the_limit_is_a_row_that_says_so(world, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    rows = measured(world, limit.Fio(world, str(tmp_path), 1 << 20).variants("write", nothing))
+    rows = measured(world, limit.Fio(world, str(tmp_path), 1 << 20).variants("write", print))
     assert [(row.what, row.reason) for row in rows] == [("fio", "fio not installed")]
 
 
@@ -362,6 +362,13 @@ def test_caches_can_be_dropped_without_being_root(world, tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"x")
     monkeypatch.setattr(cache, "_DROP_CACHES", str(tmp_path / "missing" / "drop_caches"))
     assert cache.drop_caches(world, str(tmp_path)).startswith("posix_fadvise")
+
+
+def test_memory_comes_to_rest_or_is_waited_for_no_longer(world):
+    began = time.monotonic()
+    cache.settle(world, 4.0)
+    assert cache._QUIET_S <= time.monotonic() - began < 6
+    assert not cache.settle(world, 0.1)
 
 
 @pytest.mark.parametrize("end", ["killed", "failed", "done"])

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from megatron_uring import _engine, stage, write
+from megatron_uring import _engine, progress, stage, write
 from megatron_uring.errors import StorageError
 from megatron_uring.layout import BLOCK_BYTES, PAGE_BYTES
 
@@ -165,3 +165,34 @@ def test_storage_is_described_and_a_wished_stripe_wins(tmp_path):
     assert found.stripe_bytes >= BLOCK_BYTES
     assert write.describe_storage(str(tmp_path), 5 << 20).stripe_bytes == 5 << 20
     assert write.describe_storage("/proc").file_system == "proc"
+
+
+@pytest.mark.fault
+def test_work_beside_a_write_is_done_while_it_goes_on_and_its_error_ends_it(engine, tmp_path):
+    file = create(engine, tmp_path / "f")
+    _engine.inject_fault("write", "delay", count=-1, delay_s=0.3, path_contains=str(tmp_path))
+    staged = stage.stage_objects([b"data"], np.array([0], np.int64))
+    seen = []
+
+    def region(meanwhile):
+        return write.write_region(
+            engine,
+            file,
+            0,
+            PAGE_BYTES,
+            staged,
+            timeout_s=10.0,
+            report=seen.append,
+            meanwhile=meanwhile,
+        )
+
+    region(lambda: seen.append("beside"))
+    assert seen[0] == "beside" and len(seen) > 1  # reports came after it: the write went on
+
+    def fail():
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        region(fail)
+    file.close()
+    assert not progress._held  # the job has ended, and nothing keeps its memory

@@ -1,4 +1,11 @@
-"""The page cache before a trial: without the files that are to be read, on memory that is there.
+"""Memory before a trial: the page cache without the files that are to be read, free pages that are
+there, and nothing being taken away.
+
+A hypervisor takes back what is free for some seconds (free page reporting), and gives it again page
+by page at the next touch. Whoever writes through the page cache pays for pages that are not there:
+3.8 s at 1.3 CPU seconds per GB instead of 2.4 s at 0.5 for the same 4 GB. Who does not pays while
+pages are taken: copying goes at 0.3 to 2 CPU seconds per GB instead of 0.15, in fits of a second.
+Both depend on what ran before, so each variant gets what it needs.
 
 Guarantees
 ----------
@@ -10,12 +17,20 @@ Guarantees
 
 from __future__ import annotations
 
+import math
 import os
+import time
+
+import numpy as np
 
 from megatron_uring.comm import Communicator
 
 _DROP_CACHES = "/proc/sys/vm/drop_caches"
 _CHUNK_BYTES = 16 << 20
+_SETTLE_S = 10.0
+_QUIET_S = 2.5
+_QUIET_RATIO = 1.5
+_PAUSE_S = 0.05
 
 
 def drop_caches(world: Communicator, folder: str) -> str:
@@ -49,10 +64,7 @@ def _drop_file(path: str) -> None:
 def touch(world: Communicator, folder: str, bytes_per_rank: int) -> None:
     """Write as much through the page cache as a trial may need of it, and forget it; collective.
 
-    A hypervisor takes back what is free for some seconds, and gives it again page by page, in the
-    middle of the next buffered write: 3.8 s at 1.3 CPU seconds per GB instead of 2.4 s at 0.5 for
-    the same 4 GB, depending on what ran before. Anonymous memory, touched and freed, does not help:
-    the page cache takes other pages.
+    Anonymous memory, touched and freed, does not help: the page cache takes other pages.
     """
     chunk = memoryview(bytearray(_CHUNK_BYTES))
     path = os.path.join(folder, f"touch.{world.rank}")
@@ -64,3 +76,27 @@ def touch(world: Communicator, folder: str, bytes_per_rank: int) -> None:
         if os.path.exists(path):
             os.unlink(path)
     world.barrier()
+
+
+def settle(world: Communicator, limit_s: float = _SETTLE_S) -> bool:
+    """Wait until copying has kept its best speed for a while on every rank, or for `limit_s`;
+    collective. Returns whether it came to rest on this rank.
+    """
+    source = np.ones(_CHUNK_BYTES, np.uint8)
+    target = np.empty_like(source)
+    target[:] = source
+    began = quiet_since = time.monotonic()
+    best = math.inf
+    quiet = False
+    while not quiet and time.monotonic() - began < limit_s:
+        start = time.thread_time()
+        target[:] = source
+        spent = time.thread_time() - start
+        best = min(best, spent)
+        now = time.monotonic()
+        if spent > _QUIET_RATIO * best:
+            quiet_since = now
+        quiet = now - quiet_since > _QUIET_S
+        time.sleep(_PAUSE_S)
+    world.barrier()
+    return quiet

@@ -34,6 +34,8 @@ class Format:
     ----------
     what, kind
         As in `measure.Row`.
+    page_cache
+        Whether its bytes go through the page cache, if direct I/O can be had at all.
     saver, loader
         Take a state, and return what writes it to, or fills it from, a folder; collective. The
         folder exists and is empty when it is written to.
@@ -43,6 +45,7 @@ class Format:
     kind: str
     saver: Callable[[State], Action]
     loader: Callable[[State], Action]
+    page_cache: bool = True
 
 
 def our_format(what: str, config: Config, world: Communicator) -> Format:
@@ -64,7 +67,7 @@ def our_format(what: str, config: Config, world: Communicator) -> Format:
 
         return load
 
-    return Format(what, OURS, saver, loader)
+    return Format(what, OURS, saver, loader, page_cache=config.direct == "off")
 
 
 def _fresh_shards(state: State) -> dict[str, Shard]:

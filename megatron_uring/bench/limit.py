@@ -44,10 +44,12 @@ class Fio:
     bytes_per_rank: int
     _engines: list[str] = field(default_factory=lambda: list(_ENGINES))
 
-    def variants(self, mode: str, prepare: Callable[[], None]) -> list[Variant]:
-        """Direct and buffered with each request size; `mode` is ``"write"`` or ``"read"``."""
+    def variants(self, mode: str, prepare: Callable[[bool], None]) -> list[Variant]:
+        """Direct and buffered with each request size; `mode` is ``"write"`` or ``"read"``, and
+        `prepare` is told whether the page cache will be used.
+        """
         if self.world.broadcast(b"1" if shutil.which("fio") else b"0") == b"0":
-            return [Variant("fio", LIMIT, _not_installed, prepare)]
+            return [Variant("fio", LIMIT, _not_installed, lambda: prepare(False))]
         return [
             Variant(
                 f"fio {mebibytes} MiB {'direct' if direct else 'buffered'}",
@@ -55,7 +57,7 @@ class Fio:
                 lambda mebibytes=mebibytes, direct=direct: self._run(  # type: ignore[misc]
                     mode, mebibytes, direct
                 ),
-                prepare,
+                lambda direct=direct: prepare(not direct),  # type: ignore[misc]
             )
             for direct in (True, False)
             for mebibytes in _DEPTH

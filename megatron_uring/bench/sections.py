@@ -5,8 +5,8 @@ Guarantees
 - All variants of a section move the same bytes in one run, in turns. What is written is removed,
   and the disk is quiet, before the next one begins.
 - Ours is verified in every trial, the peers in the warm-up; destinations are wiped before.
-- Restores are cold, into memory that was touched before; so was that of the page cache, for reads
-  and writes.
+- Restores are cold, into memory that was touched before. So was that of the page cache, for what
+  goes through it; for what does not, memory has come to rest (`cache`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_uring import checkpoint
+from megatron_uring import _engine, checkpoint
 from megatron_uring.bench import cache, peers
 from megatron_uring.bench.formats import (
     Action,
@@ -79,12 +79,17 @@ class Bench:
     peers: Sequence[Format]
     tell: Callable[[str], None] = lambda _: None
     cold: str = ""
+    _direct: list[bool] = field(default_factory=list)
 
     def save_section(self, section: str, state: State, *, with_limit: bool = True) -> list[Row]:
         """Save `state` with everything; rows."""
         folder, target = os.path.join(self.folder, "save"), state.empty()
         fio = Fio(self.world, folder, state.total_bytes)
-        limits = fio.variants("write", lambda: self._empty(folder, state)) if with_limit else []
+        limits = (
+            fio.variants("write", lambda cached: self._empty(folder, state, cached))
+            if with_limit
+            else []
+        )
         formats = [*our_saves(self.world), *self.peers]
         variants = [self._save_variant(one, state, target, folder) for one in formats]
         rows = self._interleave(section, [*limits, *variants], state)
@@ -119,7 +124,7 @@ class Bench:
         fio = Fio(self.world, self._format_folder("fio"), state.total_bytes)
         empty_folder(self.world, fio.folder)
         fio.lay_out()
-        limits = fio.variants("read", lambda: self._cool(fio.folder, state))
+        limits = fio.variants("read", lambda cached: self._cool(fio.folder, state, cached))
         variants = [
             self._load_variant(one, state, target, self._format_folder(name), failures[name])
             for one, name in sources
@@ -186,7 +191,7 @@ class Bench:
 
         def prepare() -> None:
             save.build()
-            self._empty(folder, state)
+            self._empty(folder, state, one.page_cache)
 
         def check() -> None:
             target.wipe()
@@ -207,7 +212,7 @@ class Bench:
                 raise UnavailableError(failure)
             load.build()
             target.wipe()
-            self._cool(folder, state)
+            self._cool(folder, state, one.page_cache)
 
         return Variant(
             _LOADS_OF.get(one.what, one.what),
@@ -225,13 +230,33 @@ class Bench:
     def _format_folder(self, name: str) -> str:
         return os.path.join(self.folder, "format " + name.replace("/", " "))
 
-    def _cool(self, folder: str, state: State) -> None:
+    def _cool(self, folder: str, state: State, page_cache: bool) -> None:
         self.cold = cache.drop_caches(self.world, folder)
-        cache.touch(self.world, self.folder, state.total_bytes)
+        self._ready_memory(state, page_cache)
 
-    def _empty(self, folder: str, state: State) -> None:
+    def _empty(self, folder: str, state: State, page_cache: bool) -> None:
         empty_folder(self.world, folder)
-        cache.touch(self.world, self.folder, state.total_bytes)
+        self._ready_memory(state, page_cache)
+
+    def _ready_memory(self, state: State, page_cache: bool) -> None:
+        if page_cache or not self._direct_works():
+            cache.touch(self.world, self.folder, state.total_bytes)
+        else:
+            cache.settle(self.world)
+
+    def _direct_works(self) -> bool:
+        """Whether files here can be direct: the same on all ranks."""
+        if not self._direct:
+            works = False
+            if self.world.rank == 0:
+                path = os.path.join(self.folder, "direct")
+                file = _engine.File.create(path, direct=True)
+                works = file.direct
+                file.close()
+                os.unlink(path)
+            said = self.world.broadcast(str(works).encode() if self.world.rank == 0 else None)
+            self._direct.append(said == b"True")
+        return self._direct[0]
 
     @contextlib.contextmanager
     def removed_in_the_end(self) -> Iterator[None]:
@@ -300,13 +325,13 @@ class _FreshSaves:
         """Keys that no save has had."""
         self._number += 1
         self._shards = dict(state.shards(f"run{self._number}/"))
-        empty_folder(self.world, self.folder)
+        self._ready()
 
     def prepare_second(self, state: State) -> None:
         """The same keys once more, after a save that is not timed."""
         self.prepare_first(state)
         self.run()
-        empty_folder(self.world, self.folder)
+        self._ready()
 
     def run(self) -> None:
         """The timed save."""
@@ -331,7 +356,11 @@ class _FreshSaves:
         self._save = save
         empty_folder(self.world, self.folder)
         save()
+        self._ready()
+
+    def _ready(self) -> None:
         empty_folder(self.world, self.folder)
+        cache.settle(self.world)
 
     def run_megatron(self) -> None:
         """The timed save through Megatron."""
