@@ -28,6 +28,7 @@ from megatron_uring.comm import Communicator
 _DROP_CACHES = "/proc/sys/vm/drop_caches"
 _CHUNK_BYTES = 16 << 20
 _SETTLE_S = 10.0
+_SETTLE_FROM_BYTES = 256 << 20
 _QUIET_S = 2.5
 _QUIET_RATIO = 1.5
 _PAUSE_S = 0.05
@@ -78,10 +79,13 @@ def touch(world: Communicator, folder: str, bytes_per_rank: int) -> None:
     world.barrier()
 
 
-def settle(world: Communicator, limit_s: float = _SETTLE_S) -> bool:
+def settle(world: Communicator, bytes_per_rank: int, limit_s: float = _SETTLE_S) -> bool:
     """Wait until copying has kept its best speed for a while on every rank, or for `limit_s`;
-    collective. Returns whether it came to rest on this rank.
+    collective. Returns whether it came to rest on this rank. Where a trial moves, and frees, little
+    memory, there is nothing to wait for.
     """
+    if bytes_per_rank < _SETTLE_FROM_BYTES:
+        return True
     source = np.ones(_CHUNK_BYTES, np.uint8)
     target = np.empty_like(source)
     target[:] = source

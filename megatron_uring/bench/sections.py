@@ -242,7 +242,7 @@ class Bench:
         if page_cache or not self._direct_works():
             cache.touch(self.world, self.folder, state.total_bytes)
         else:
-            cache.settle(self.world)
+            cache.settle(self.world, state.total_bytes)
 
     def _direct_works(self) -> bool:
         """Whether files here can be direct: the same on all ranks."""
@@ -325,13 +325,13 @@ class _FreshSaves:
         """Keys that no save has had."""
         self._number += 1
         self._shards = dict(state.shards(f"run{self._number}/"))
-        self._ready()
+        self._ready(state)
 
     def prepare_second(self, state: State) -> None:
         """The same keys once more, after a save that is not timed."""
         self.prepare_first(state)
         self.run()
-        self._ready()
+        self._ready(state)
 
     def run(self) -> None:
         """The timed save."""
@@ -356,11 +356,11 @@ class _FreshSaves:
         self._save = save
         empty_folder(self.world, self.folder)
         save()
-        self._ready()
+        self._ready(state)
 
-    def _ready(self) -> None:
+    def _ready(self, state: State) -> None:
         empty_folder(self.world, self.folder)
-        cache.settle(self.world)
+        cache.settle(self.world, state.total_bytes)
 
     def run_megatron(self) -> None:
         """The timed save through Megatron."""
