@@ -6,7 +6,8 @@ Guarantees
   and the disk is quiet, before the next one begins.
 - Ours is verified in every trial, the peers in the warm-up; destinations are wiped before.
 - Restores are cold, into memory that was touched before. So was that of the page cache, for what
-  goes through it; for what does not, memory has come to rest (`cache`).
+  goes through it; for what does not, memory has come to rest (`cache`). The state that is saved has
+  just been read.
 """
 
 from __future__ import annotations
@@ -192,6 +193,7 @@ class Bench:
         def prepare() -> None:
             save.build()
             self._empty(folder, state, one.page_cache)
+            state.read()
 
         def check() -> None:
             target.wipe()
@@ -326,12 +328,14 @@ class _FreshSaves:
         self._number += 1
         self._shards = dict(state.shards(f"run{self._number}/"))
         self._ready(state)
+        state.read()
 
     def prepare_second(self, state: State) -> None:
         """The same keys once more, after a save that is not timed."""
         self.prepare_first(state)
         self.run()
         self._ready(state)
+        state.read()
 
     def run(self) -> None:
         """The timed save."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megatron_uring import _engine
 from megatron_uring.bench.measure import DifferentError
 from megatron_uring.providers import Shard
 
@@ -51,6 +52,13 @@ class State:
         """Zeros everywhere."""
         for tensor in self.tensors.values():
             tensor.zero_()
+
+    def read(self) -> None:
+        """Read every byte, as an optimizer step has just before a save: what nobody read for some
+        seconds may have been taken away by the system below.
+        """
+        for tensor in self.tensors.values():
+            _engine.crc32c(tensor.view(torch.uint8).numpy().data)
 
     def check_equal(self, found: State) -> None:
         """Raise `DifferentError` naming the first key that differs."""
