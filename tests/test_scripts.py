@@ -96,12 +96,15 @@ def test_quickstart_that_is_ended_leaves_no_process_behind(quickstart, tmp_path,
     launcher.write_text(f"#!/bin/bash\nset -m\nsleep 600 &\necho $$ >{tmp_path}/pid\nwait\n")
     launcher.chmod(0o755)
     path = f"{launcher.parent}{os.pathsep}{os.environ['PATH']}"
+    # who runs the tests in the background of a shell ignores SIGINT, and so would the script
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, str(QUICKSTART), "--work", str(tmp_path / "work")],
         env={**os.environ, "PATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
+    signal.signal(signal.SIGINT, before)
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
