@@ -60,8 +60,7 @@ struct NodeCache::Header {
     std::int64_t attached;  // too high after a death: then chunks are kept a little longer
     std::uint64_t published;
     std::uint64_t taken;
-    bool looked;
-    Position position;
+    ChunkKey position;  // looked for last; without length: none yet
     Slot slots[max_slots];
 };
 
@@ -97,8 +96,7 @@ NodeCache::Answer NodeCache::look(const ChunkKey& key, const std::uint32_t* expe
     {
         const Lock lock(*header_);
         if (!lock) return {Outcome::absent, {}};
-        header_->looked = true;
-        header_->position = {key.file, key.offset};
+        header_->position = key;
         for (std::int64_t i = 0; i < slot_count_ && found < 0; ++i) {
             if (header_->slots[i].holds(key)) found = i;
         }
@@ -136,9 +134,9 @@ NodeCache::Answer NodeCache::look(const ChunkKey& key, const std::uint32_t* expe
     return {Outcome::copied, {}};
 }
 
-std::optional<NodeCache::Position> NodeCache::position() const noexcept {
+std::optional<ChunkKey> NodeCache::position() const noexcept {
     const Lock lock(*header_);
-    if (!lock || !header_->looked) return std::nullopt;
+    if (!lock || header_->position.length == 0) return std::nullopt;
     return header_->position;
 }
 

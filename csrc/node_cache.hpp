@@ -73,10 +73,6 @@ class NodeCache : public std::enable_shared_from_this<NodeCache> {
     };
 
     enum class Outcome { copied, busy, absent };
-    struct Position {
-        std::uint64_t file;
-        std::int64_t offset;
-    };
     struct Answer {
         Outcome outcome;
         Claim claim;  // of an absent chunk, if it is worth offering to others
@@ -95,7 +91,7 @@ class NodeCache : public std::enable_shared_from_this<NodeCache> {
                 bool patient) noexcept;
 
     // The chunk that was looked for last, by whichever process; a hint.
-    std::optional<Position> position() const noexcept;
+    std::optional<ChunkKey> position() const noexcept;
 
   private:
     struct Slot;

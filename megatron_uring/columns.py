@@ -12,7 +12,7 @@ import io
 import struct
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ Int64Array = npt.NDArray[np.int64]
 Uint8Array = npt.NDArray[np.uint8]
 Uint32Array = npt.NDArray[np.uint32]
 Uint64Array = npt.NDArray[np.uint64]
+_Number = TypeVar("_Number", np.int64, np.float64)
 
 
 def widen(column: Int64Array, width: int, fill: int) -> Int64Array:
@@ -34,9 +35,9 @@ def widen(column: Int64Array, width: int, fill: int) -> Int64Array:
 # Column by column: numpy's reductions along a short last axis take ten times as long.
 
 
-def product(table: Int64Array) -> Int64Array:
-    """Product of each row: int64 [N, D] -> [N]."""
-    result = np.ones(len(table), np.int64)
+def product(table: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
+    """Product of each row: [N, D] -> [N] of the same dtype."""
+    result = np.ones(len(table), table.dtype)
     for dimension in range(table.shape[1]):
         result *= table[:, dimension]
     return result

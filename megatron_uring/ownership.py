@@ -13,7 +13,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from megatron_uring.columns import BoolArray, Int32Array, Int64Array, every, format_box
+from megatron_uring.columns import BoolArray, Int32Array, Int64Array, every, format_box, product
 from megatron_uring.errors import StateMismatchError
 from megatron_uring.layout import DTYPE_NAMES
 from megatron_uring.shards import ShardTable, describe_shard
@@ -68,10 +68,7 @@ def check_ownership(
 
 def _volume(shape: Int64Array) -> npt.NDArray[np.float64]:
     """Elements of each row's box, as a float: a wrong shape must not overflow into a right one."""
-    volume = np.ones(len(shape), np.float64)
-    for dimension in range(shape.shape[1]):
-        volume *= shape[:, dimension]
-    return volume
+    return product(shape.astype(np.float64))
 
 
 def _irregular(owned: ShardTable, filled: BoolArray) -> BoolArray:

@@ -1,5 +1,7 @@
 """Fixtures that the test modules share: both engines, one process as the world, real files."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -47,6 +49,15 @@ def posix():
 @pytest.fixture
 def world():
     return SingleCommunicator(30.0, "test", "host")
+
+
+@pytest.fixture
+def shared_path(tmp_path):
+    """Of a node cache, in shared memory, that no other test uses."""
+    name = f"/dev/shm/megatron_uring-test-{os.getpid()}-{tmp_path.name}"
+    yield name
+    if os.path.exists(name):
+        os.remove(name)
 
 
 @pytest.fixture

@@ -20,15 +20,6 @@ MIB = _engine.BLOCK_BYTES
 SLOT_BYTES = 2 * MIB
 
 
-@pytest.fixture
-def path(tmp_path):
-    """Of a cache in shared memory that no other test uses."""
-    name = f"/dev/shm/megatron_uring-test-{os.getpid()}-{tmp_path.name}"
-    yield name
-    if os.path.exists(name):
-        os.remove(name)
-
-
 def attach(path, slots=4):
     return _engine.NodeCache(path, SLOT_BYTES, slots)
 
@@ -75,8 +66,8 @@ def blocks(tmp_path):
     return file
 
 
-def test_what_one_reads_the_other_takes(config, path, blocks):
-    readers = [Reader(config.engine, blocks, attach(path)) for _ in range(2)]
+def test_what_one_reads_the_other_takes(config, shared_path, blocks):
+    readers = [Reader(config.engine, blocks, attach(shared_path)) for _ in range(2)]
     # slow reads, so that neither is through before the other has begun
     _engine.inject_fault("read", "delay", count=-1, delay_s=0.01, path_contains="blocks")
     jobs = [reader.start() for reader in readers]
@@ -84,15 +75,15 @@ def test_what_one_reads_the_other_takes(config, path, blocks):
     assert shared >= 8 * MIB
 
 
-def test_alone_nothing_is_offered(config, path, blocks):
-    reader = Reader(config.engine, blocks, attach(path))
+def test_alone_nothing_is_offered(config, shared_path, blocks):
+    reader = Reader(config.engine, blocks, attach(shared_path))
     for _ in range(2):
         assert reader.finish(reader.start()) == 0
 
 
-def test_chunks_that_nobody_takes_are_soon_not_offered_any_more(config, path, blocks):
-    bystander = attach(path)
-    reader = Reader(config.engine, blocks, attach(path))
+def test_chunks_that_nobody_takes_are_soon_not_offered_any_more(config, shared_path, blocks):
+    bystander = attach(shared_path)
+    reader = Reader(config.engine, blocks, attach(shared_path))
     began = time.monotonic()
     for key in range(20):  # always other chunks: 240 of them, in 4 slots
         assert reader.finish(reader.start(key)) == 0
@@ -100,11 +91,11 @@ def test_chunks_that_nobody_takes_are_soon_not_offered_any_more(config, path, bl
     del bystander
 
 
-def test_a_damaged_slot_is_not_believed(config, path, blocks):
-    first = Reader(config.engine, blocks, attach(path, slots=32))
-    second = Reader(config.engine, blocks, attach(path, slots=32))
+def test_a_damaged_slot_is_not_believed(config, shared_path, blocks):
+    first = Reader(config.engine, blocks, attach(shared_path, slots=32))
+    second = Reader(config.engine, blocks, attach(shared_path, slots=32))
     assert first.finish(first.start()) == 0  # offers everything
-    with open(path, "r+b") as file:
+    with open(shared_path, "r+b") as file:
         size = os.fstat(file.fileno()).st_size
         for slot in range(32):
             for byte in range(0, SLOT_BYTES, MIB // 2):
@@ -113,15 +104,15 @@ def test_a_damaged_slot_is_not_believed(config, path, blocks):
     assert second.finish(second.start()) == 0
 
 
-def test_what_was_offered_is_taken_whole(config, path, blocks):
-    first = Reader(config.engine, blocks, attach(path, slots=32))
-    second = Reader(config.engine, blocks, attach(path, slots=32))
+def test_what_was_offered_is_taken_whole(config, shared_path, blocks):
+    first = Reader(config.engine, blocks, attach(shared_path, slots=32))
+    second = Reader(config.engine, blocks, attach(shared_path, slots=32))
     first.finish(first.start())
     assert second.finish(second.start()) == 24 * MIB
 
 
-def test_a_reader_that_is_stuck_is_waited_for_one_second_at_most(config, path, blocks):
-    stuck, quick = (Reader(config.engine, blocks, attach(path)) for _ in range(2))
+def test_a_reader_that_is_stuck_is_waited_for_one_second_at_most(config, shared_path, blocks):
+    stuck, quick = (Reader(config.engine, blocks, attach(shared_path)) for _ in range(2))
     _engine.inject_fault("read", "delay", count=3, delay_s=8.0, path_contains="blocks")
     slow = stuck.start()
     time.sleep(0.2)  # its first chunks are claimed now
@@ -132,8 +123,8 @@ def test_a_reader_that_is_stuck_is_waited_for_one_second_at_most(config, path, b
     stuck.finish(slow)
 
 
-def test_a_waiting_read_can_be_cancelled(config, path, blocks):
-    stuck, waiting = (Reader(config.engine, blocks, attach(path)) for _ in range(2))
+def test_a_waiting_read_can_be_cancelled(config, shared_path, blocks):
+    stuck, waiting = (Reader(config.engine, blocks, attach(shared_path)) for _ in range(2))
     _engine.inject_fault("read", "delay", count=3, delay_s=3.0, path_contains="blocks")
     slow = stuck.start()
     time.sleep(0.2)
@@ -145,9 +136,9 @@ def test_a_waiting_read_can_be_cancelled(config, path, blocks):
     stuck.finish(slow)
 
 
-def test_bad_blocks_are_not_offered(config, path, blocks):
-    first = Reader(config.engine, blocks, attach(path, slots=32))
-    second = Reader(config.engine, blocks, attach(path, slots=32))
+def test_bad_blocks_are_not_offered(config, shared_path, blocks):
+    first = Reader(config.engine, blocks, attach(shared_path, slots=32))
+    second = Reader(config.engine, blocks, attach(shared_path, slots=32))
     with open(blocks, "r+b") as file:
         file.write(b"\0" * 64)
     job = first.start()
@@ -159,31 +150,31 @@ def test_bad_blocks_are_not_offered(config, path, blocks):
     assert other.bytes_shared == 24 * MIB - SLOT_BYTES
 
 
-def test_the_last_one_removes_it(path):
-    first, second = attach(path), attach(path)
+def test_the_last_one_removes_it(shared_path):
+    first, second = attach(shared_path), attach(shared_path)
     del first
-    assert os.path.exists(path)
+    assert os.path.exists(shared_path)
     del second
-    assert not os.path.exists(path)
+    assert not os.path.exists(shared_path)
 
 
-def test_what_the_dead_left_is_swept_and_what_is_held_is_not(path):
-    held = attach(path)
-    with open(path + "-dead", "wb") as file:
+def test_what_the_dead_left_is_swept_and_what_is_held_is_not(shared_path):
+    held = attach(shared_path)
+    with open(shared_path + "-dead", "wb") as file:
         file.truncate(4096)
-    _engine.sweep_node_caches("/dev/shm", os.path.basename(path))
-    assert not os.path.exists(path + "-dead")
-    assert os.path.exists(path)
+    _engine.sweep_node_caches("/dev/shm", os.path.basename(shared_path))
+    assert not os.path.exists(shared_path + "-dead")
+    assert os.path.exists(shared_path)
     del held
 
 
-def test_attaching_again_and_again_from_many_threads_never_fails(path):
+def test_attaching_again_and_again_from_many_threads_never_fails(shared_path):
     failures = []
 
     def work():
         try:
             for _ in range(100):
-                attach(path, slots=1)
+                attach(shared_path, slots=1)
         except OSError as error:
             failures.append(error)
 
@@ -193,29 +184,29 @@ def test_attaching_again_and_again_from_many_threads_never_fails(path):
     for thread in threads:
         thread.join()
     assert failures == []
-    assert not os.path.exists(path)
+    assert not os.path.exists(shared_path)
 
 
-def test_too_little_shared_memory_is_an_error_and_leaves_nothing(path):
+def test_too_little_shared_memory_is_an_error_and_leaves_nothing(shared_path):
     with pytest.raises(OSError, match="reserve node cache"):
-        _engine.NodeCache(path, 1 << 40, 1024)
-    assert not os.path.exists(path)
+        _engine.NodeCache(shared_path, 1 << 40, 1024)
+    assert not os.path.exists(shared_path)
 
 
 @pytest.mark.parametrize(("slot_bytes", "slots"), [(0, 1), (MIB + 1, 1), (MIB, 0), (MIB, 1025)])
-def test_sizes_that_cannot_be_are_refused(path, slot_bytes, slots):
+def test_sizes_that_cannot_be_are_refused(shared_path, slot_bytes, slots):
     with pytest.raises(ValueError, match="slot_"):
-        _engine.NodeCache(path, slot_bytes, slots)
+        _engine.NodeCache(shared_path, slot_bytes, slots)
 
 
-def test_a_cache_of_another_size_is_refused(path):
-    held = attach(path, slots=2)
+def test_a_cache_of_another_size_is_refused(shared_path):
+    held = attach(shared_path, slots=2)
     with pytest.raises(OSError, match="node cache"):
-        attach(path, slots=3)
+        attach(shared_path, slots=3)
     del held
 
 
-def test_the_holder_of_the_lock_may_die(config, path, blocks):
+def test_the_holder_of_the_lock_may_die(config, shared_path, blocks):
     """A process is killed while it reads and offers, at random moments; the others go on."""
     program = textwrap.dedent("""
         import sys
@@ -227,9 +218,9 @@ def test_the_holder_of_the_lock_may_die(config, path, blocks):
                 reader.finish(reader.start())
     """)
     here = os.path.dirname(__file__)
-    mine = Reader(config.engine, blocks, attach(path))
+    mine = Reader(config.engine, blocks, attach(shared_path))
     for number in range(4):
-        other = subprocess.Popen([sys.executable, "-c", program, path, str(blocks), here])
+        other = subprocess.Popen([sys.executable, "-c", program, shared_path, str(blocks), here])
         time.sleep(2.0 + 0.37 * number)
         for _ in range(3):
             mine.finish(mine.start())
@@ -248,7 +239,9 @@ def test_ranks_of_a_node_read_together_what_all_of_them_need(save, tmp_path):
     program = textwrap.dedent("""
         import json, os, sys, time
         import torch, megatron_uring
-        from megatron_uring import Config, checkpoint
+        from megatron_uring import Config, _engine, checkpoint
+        # slow reads, so that none is through before the others have begun
+        _engine.inject_fault("read", "delay", count=-1, delay_s=0.05, path_contains="data-")
         directory, rank = sys.argv[1], sys.argv[2]
         wanted = {f"t{n}": torch.ones(8 << 20, dtype=torch.uint8) for n in range(8)}
         config = Config(node_sharing="on", slab_bytes=4 << 20, slab_count=4)

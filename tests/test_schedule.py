@@ -1,7 +1,5 @@
 """The order in which chunks are read: files in turn, and a late reader where the others are."""
 
-import os
-
 import numpy as np
 import pytest
 
@@ -23,14 +21,6 @@ def files(tmp_path):
     yield opened
     for file in opened:
         file.close()
-
-
-@pytest.fixture
-def shared_path(tmp_path):
-    name = f"/dev/shm/megatron_uring-test-{os.getpid()}-{tmp_path.name}"
-    yield name
-    if os.path.exists(name):
-        os.remove(name)
 
 
 def no_pieces():

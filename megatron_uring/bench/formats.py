@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from megatron_uring import checkpoint, stage
 from megatron_uring.bench.measure import OURS
-from megatron_uring.bench.state import State
+from megatron_uring.bench.state import MEBIBYTE, State
 from megatron_uring.comm import Communicator
 from megatron_uring.config import Config
 from megatron_uring.providers import Shard
@@ -90,11 +90,10 @@ def our_saves(world: Communicator) -> list[Format]:
 
 def our_options(world: Communicator) -> list[Format]:
     """The default configuration beside other sizes of pool, queue and threads, one at a time."""
-    mebibyte = 1 << 20
     choices = {
         DEFAULT: Config(),
-        "slabs of 4 MiB": Config(slab_bytes=4 * mebibyte, slab_count=32, queue_depth=32),
-        "slabs of 64 MiB": Config(slab_bytes=64 * mebibyte, slab_count=2, queue_depth=2),
+        "slabs of 4 MiB": Config(slab_bytes=4 * MEBIBYTE, slab_count=32, queue_depth=32),
+        "slabs of 64 MiB": Config(slab_bytes=64 * MEBIBYTE, slab_count=2, queue_depth=2),
         "depth 1": Config(queue_depth=1),
         "depth 4": Config(queue_depth=4),
         "pool of 256 MiB, depth 16": Config(slab_count=16, queue_depth=16),

@@ -18,7 +18,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -80,7 +80,6 @@ class Bench:
     peers: Sequence[Format]
     tell: Callable[[str], None] = lambda _: None
     cold: str = ""
-    _direct: list[bool] = field(default_factory=list)
 
     def save_section(self, section: str, state: State, *, with_limit: bool = True) -> list[Row]:
         """Save `state` with everything; rows."""
@@ -241,24 +240,23 @@ class Bench:
         self._ready_memory(state, page_cache)
 
     def _ready_memory(self, state: State, page_cache: bool) -> None:
-        if page_cache or not self._direct_works():
+        if page_cache or not self._direct_works:
             cache.touch(self.world, self.folder, state.total_bytes)
         else:
             cache.settle(self.world, state.total_bytes)
 
+    @functools.cached_property
     def _direct_works(self) -> bool:
-        """Whether files here can be direct: the same on all ranks."""
-        if not self._direct:
-            works = False
-            if self.world.rank == 0:
-                path = os.path.join(self.folder, "direct")
-                file = _engine.File.create(path, direct=True)
-                works = file.direct
-                file.close()
-                os.unlink(path)
-            said = self.world.broadcast(str(works).encode() if self.world.rank == 0 else None)
-            self._direct.append(said == b"True")
-        return self._direct[0]
+        """Whether files here can be direct: the same on all ranks, asked once."""
+        works = False
+        if self.world.rank == 0:
+            path = os.path.join(self.folder, "direct")
+            file = _engine.File.create(path, direct=True)
+            works = file.direct
+            file.close()
+            os.unlink(path)
+        said = self.world.broadcast(str(works).encode() if self.world.rank == 0 else None)
+        return said == b"True"
 
     @contextlib.contextmanager
     def removed_in_the_end(self) -> Iterator[None]:
@@ -325,16 +323,24 @@ class _FreshSaves:
 
     def prepare_first(self, state: State) -> None:
         """Keys that no save has had."""
-        self._number += 1
-        self._shards = dict(state.shards(f"run{self._number}/"))
+        self._rename(state)
         self._ready(state)
-        state.read()
 
     def prepare_second(self, state: State) -> None:
         """The same keys once more, after a save that is not timed."""
-        self.prepare_first(state)
+        self._rename(state)
+        empty_folder(self.world, self.folder)
         self.run()
         self._ready(state)
+
+    def _rename(self, state: State) -> None:
+        self._number += 1
+        self._shards = dict(state.shards(f"run{self._number}/"))
+
+    def _ready(self, state: State) -> None:
+        """As before every save: nothing to write back, memory at rest, the state just read."""
+        empty_folder(self.world, self.folder)
+        cache.settle(self.world, state.total_bytes)
         state.read()
 
     def run(self) -> None:
@@ -361,10 +367,6 @@ class _FreshSaves:
         empty_folder(self.world, self.folder)
         save()
         self._ready(state)
-
-    def _ready(self, state: State) -> None:
-        empty_folder(self.world, self.folder)
-        cache.settle(self.world, state.total_bytes)
 
     def run_megatron(self) -> None:
         """The timed save through Megatron."""
