@@ -1,8 +1,8 @@
 // See copy.hpp for what is guaranteed.
 #include "copy.hpp"
 
-#ifdef __SSE2__
-#include <emmintrin.h>
+#ifdef __x86_64__
+#include <immintrin.h>
 #endif
 
 #include <algorithm>
@@ -71,23 +71,65 @@ void copy_runs(std::uint8_t* slab, std::uint8_t* memory, std::int64_t run_bytes,
     }
 }
 
+#ifdef __x86_64__
+constexpr std::size_t line_bytes = 64;
+
+// Into the second-level cache: the first-level one is too small to hold a step of the caller.
+// Fetching never faults, whatever the address.
+inline void fetch_line(const std::uint8_t* next, std::size_t at) noexcept {
+    if (next != nullptr) _mm_prefetch(reinterpret_cast<const char*>(next + at), _MM_HINT_T1);
+}
+
+void stream_lines_sse2(std::uint8_t* to, const std::uint8_t* from, std::size_t size,
+                       const std::uint8_t* next) noexcept {
+    for (std::size_t at = 0; at < size; at += line_bytes) {
+        fetch_line(next, at);
+        for (std::size_t part = at; part < at + line_bytes; part += sizeof(__m128i)) {
+            const auto* const source = reinterpret_cast<const __m128i*>(from + part);
+            _mm_stream_si128(reinterpret_cast<__m128i*>(to + part), _mm_loadu_si128(source));
+        }
+    }
+}
+
+__attribute__((target("avx"))) void stream_lines_avx(std::uint8_t* to, const std::uint8_t* from,
+                                                     std::size_t size,
+                                                     const std::uint8_t* next) noexcept {
+    for (std::size_t at = 0; at < size; at += line_bytes) {
+        fetch_line(next, at);
+        for (std::size_t part = at; part < at + line_bytes; part += sizeof(__m256i)) {
+            const auto* const source = reinterpret_cast<const __m256i*>(from + part);
+            _mm256_stream_si256(reinterpret_cast<__m256i*>(to + part), _mm256_loadu_si256(source));
+        }
+    }
+}
+
+// `to` starts a line. Returns the bytes copied.
+std::size_t stream_lines(std::uint8_t* to, const std::uint8_t* from, std::size_t lines,
+                         const std::uint8_t* next) noexcept {
+    const std::size_t size = lines * line_bytes;
+    if (__builtin_cpu_supports("avx")) {
+        stream_lines_avx(to, from, size, next);
+    } else {
+        stream_lines_sse2(to, from, size, next);
+    }
+    return size;
+}
+#endif
+
 }  // namespace
 
-void copy_past_cache(std::uint8_t* to, const std::uint8_t* from, std::int64_t length) noexcept {
+void copy_past_cache(std::uint8_t* to, const std::uint8_t* from, std::int64_t length,
+                     const std::uint8_t* next) noexcept {
     const auto size = static_cast<std::size_t>(length);
     std::size_t at = 0;
-#ifdef __SSE2__
-    constexpr std::size_t line_bytes = 64;
+#ifdef __x86_64__
     const std::size_t misalignment = reinterpret_cast<std::uintptr_t>(to) % line_bytes;
     at = std::min((line_bytes - misalignment) % line_bytes, size);
     std::memcpy(to, from, at);
-    for (; at + line_bytes <= size; at += line_bytes) {
-        for (std::size_t part = 0; part < line_bytes; part += sizeof(__m128i)) {
-            const auto* const source = reinterpret_cast<const __m128i*>(from + at + part);
-            _mm_stream_si128(reinterpret_cast<__m128i*>(to + at + part), _mm_loadu_si128(source));
-        }
-    }
+    at += stream_lines(to + at, from + at, (size - at) / line_bytes, next);
     _mm_sfence();  // before another thread is told that the bytes are there
+#else
+    static_cast<void>(next);
 #endif
     std::memcpy(to + at, from + at, size - at);
 }

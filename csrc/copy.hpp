@@ -44,8 +44,10 @@ struct Window {
 };
 
 // Copies without leaving the destination in the cache, where nobody will read it soon. Other
-// threads that are handed the destination through a lock see the bytes.
-void copy_past_cache(std::uint8_t* to, const std::uint8_t* from, std::int64_t length) noexcept;
+// threads that are handed the destination through a lock see the bytes. `next` is where `length`
+// bytes will be read after this, if known: they are fetched meanwhile. Nothing needs to be there.
+void copy_past_cache(std::uint8_t* to, const std::uint8_t* from, std::int64_t length,
+                     const std::uint8_t* next = nullptr) noexcept;
 
 class PieceTable {
   public:
