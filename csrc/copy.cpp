@@ -214,6 +214,8 @@ void PieceTable::append(std::size_t i, const Piece& piece) {
             reject(i, "pieces are not sorted by (file_number, file_start)");
         }
         if (same_file) prefix_end = std::max(prefix_end, prefix_ends_.back());
+        const bool empty = piece.file_start == piece.file_end;
+        if (same_file && !empty && prefix_ends_.back() > piece.file_start) overlap_ = true;
     }
     pieces_.push_back(piece);
     prefix_ends_.push_back(prefix_end);
@@ -297,19 +299,26 @@ auto PieceTable::candidates(const Window& window) const noexcept
     return {all + (first - ends), end_of_file};
 }
 
-const std::uint8_t* PieceTable::contiguous_source(const Window& window) const noexcept {
+PieceTable::Span PieceTable::next_span(const Window& window) const noexcept {
+    const Span whole = {nullptr, window.length, nullptr};
+    if (overlap_) return whole;
     const std::int64_t window_end = window.start + window.length;
-    const Piece* holder = nullptr;
     const auto [first, end_of_file] = candidates(window);
     for (const Piece* piece = first; piece != end_of_file; ++piece) {
         if (piece->file_start >= window_end) break;
-        if (piece->file_end <= window.start || piece->file_start == piece->file_end) continue;
+        const std::int64_t start = std::max(piece->file_start, window.start);
+        const std::int64_t length = std::min(piece->file_end, window_end) - start;
         const bool one_run = piece->file_end - piece->file_start == piece->run_bytes;
-        if (holder != nullptr || !one_run) return nullptr;
-        if (piece->file_start > window.start || piece->file_end < window_end) return nullptr;
-        holder = piece;
+        if (!one_run || length < stream_minimum_bytes) continue;
+        if (start > window.start) return {nullptr, start - window.start, nullptr};
+        const std::uint8_t* const source = piece->address + (start - piece->file_start);
+        const std::uint8_t* next = source + length;
+        if (start + length == piece->file_end) {
+            next = piece + 1 == end_of_file ? nullptr : (piece + 1)->address;
+        }
+        return {source, length, next};
     }
-    return holder == nullptr ? nullptr : holder->address + (window.start - holder->file_start);
+    return whole;
 }
 
 template <Direction direction>

@@ -62,8 +62,14 @@ class PieceTable {
     // Whether all bytes of all pieces lie in [start, end).
     bool within(std::int64_t start, std::int64_t end) const noexcept;
 
-    // Where all bytes of the window lie in one piece of memory, and in no other; else nullptr.
-    const std::uint8_t* contiguous_source(const Window& window) const noexcept;
+    // How the window begins: bytes that lie in one run of memory, long enough to be copied past the
+    // cache, or (nullptr) bytes up to the next such run, which pack has to gather. At least one.
+    struct Span {
+        const std::uint8_t* source;
+        std::int64_t length;
+        const std::uint8_t* next;  // what follows in the file, most likely; a hint
+    };
+    Span next_span(const Window& window) const noexcept;
 
     // Returns the bytes copied.
     std::int64_t pack(const Window& window) const noexcept;
@@ -99,6 +105,7 @@ class PieceTable {
     std::vector<Dimension> dimensions_;
     std::vector<std::int64_t> prefix_ends_;  // largest file_end of the same file so far
     std::int64_t bytes_ = 0;
+    bool overlap_ = false;  // of pieces, in file order
 };
 
 }  // namespace megatron_uring

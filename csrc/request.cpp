@@ -42,25 +42,27 @@ void Request::fill() noexcept {
     // cache, and their checksum is that of the source, which the copy then finds in the cache while
     // it fetches the next step. Measured per GB, interleaved, the kernel included: 0.22 instead of
     // 0.26 to 0.28 CPU seconds; with the fetching and steps of 64 instead of 32 KiB 0.25 instead of
-    // 0.29 in an hour when memory was slow.
+    // 0.29 in an hour when memory was slow. What the next long run cuts off is gathered by pack:
+    // with tensors of 4 to 256 KiB 0.35 instead of 0.41 if whole steps only were streamed.
     const bool stream = descriptor->direct();
     Clock::duration copying{0};
     Clock::duration checking{0};
     std::uint32_t checksum = 0;
-    for (std::int64_t at = 0; at < length; at += step_bytes) {
+    for (std::int64_t at = 0; at < length;) {
         if (at % block_bytes == 0) {
             if (job->stopped()) break;
             checksum = 0;
         }
-        const Window window = {0, file_offset + at, std::min(step_bytes, length - at),
-                               slab.data() + at};
-        const std::uint8_t* const source =
-            stream ? job->pieces_->contiguous_source(window) : nullptr;
+        const std::int64_t step = std::min(step_bytes - at % step_bytes, length - at);
+        Window window = {0, file_offset + at, step, slab.data() + at};
+        PieceTable::Span span = {nullptr, step, nullptr};
+        if (stream) span = job->pieces_->next_span(window);
+        window.length = span.length;
         const auto begin = Clock::now();
-        if (source != nullptr) {
-            checksum = crc32c(source, window.length, checksum);
+        if (span.source != nullptr) {
+            checksum = crc32c(span.source, span.length, checksum);
             const auto checked = Clock::now();
-            copy_past_cache(window.slab, source, window.length, source + window.length);
+            copy_past_cache(window.slab, span.source, span.length, span.next);
             checking += checked - begin;
             copying += Clock::now() - checked;
         } else {
@@ -71,6 +73,7 @@ void Request::fill() noexcept {
             checking += Clock::now() - copied;
         }
         job->checksums_[block_number(at)] = checksum;
+        at += span.length;
     }
     job->copy_ns_ += nanoseconds(copying);
     job->checksum_ns_ += nanoseconds(checking);
