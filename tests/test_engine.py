@@ -744,6 +744,31 @@ def test_only_what_lies_in_one_run_is_taken_from_there(make, tmp_path):
     assert job.checksums().tolist() == block_checksums(wanted)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_long_and_short_runs_share_a_step(make, direct, tmp_path, seed):
+    engine, _ = make(slab_bytes=2 * MIB)
+    memory = random_bytes(12 * MIB)
+    random = np.random.default_rng(seed)
+    rows, wanted, at, used = [], np.zeros(5 * MIB, np.uint8), 0, 0
+    while True:  # none, a few bytes, around the shortest run that is streamed, more than a step
+        length = int(random.choice([0, 7, 16_383, 16_384, 16_385, 40_000, 65_536, 300_000]))
+        at += int(random.choice([0, 0, 0, 1, 64, 20_000]))
+        used += int(random.integers(64))
+        twice = length > 0 and bool(random.integers(5) == 0)  # strided: two runs, 10 bytes between
+        end = at + (2 * length + 10 if twice else length)
+        if end > len(wanted):
+            break
+        dimensions = [[(2, length + 10, length + 3)]] if twice else []
+        rows.append((0, at, address_of(memory) + used, length, *dimensions))
+        wanted[at : at + length] = memory[used : used + length]
+        if twice:
+            wanted[at + length + 10 : end] = memory[used + length + 3 : used + 2 * length + 3]
+        at, used = end, used + 2 * length + 3
+    job = write(engine, tmp_path / "f", len(wanted), make_pieces(rows, 1), direct=direct)
+    assert np.array_equal(np.fromfile(tmp_path / "f", np.uint8), wanted)
+    assert job.checksums().tolist() == block_checksums(wanted)
+
+
 def test_file_size_limit_is_efbig_and_not_a_signal(kind, tmp_path):
     script = f"""
         import errno, resource, signal
