@@ -300,6 +300,30 @@ def test_tables_fit_100_columns_and_say_why_a_row_is_empty(capsys):
     assert "TorchSnapshot: not installed" in lines and any("not measured" in x for x in lines)
 
 
+def test_no_figure_of_a_slow_peer_is_cut_off(capsys):
+    slow = summary.Summary(
+        what="ours, shared io_uring",
+        kind="peer",
+        trials=5,
+        median_s=136.549,
+        fastest_s=128.059,
+        slowest_s=247.509,
+        gb_per_s=12.34,
+        process_cpu_s_per_gb=10.464,
+        machine_cpu_s_per_gb=10.655,
+        peak_mb=2081.0,
+        to_limit=10.08,
+        to_best_peer=10.2,
+        drift_limit=10.07,
+        drift_peer=10.23,
+    )
+    report.print_section("small", {slow.what: slow}, 5.33, 5)
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.split()[3:] == (
+        "136.549 128.06 247.51 12.34 10.08 10.07 10.20 10.23 10.464 10.65 2081".split()
+    )
+
+
 # -------------------------------------------------------------------------------------------------
 # limit, peers, states
 

@@ -23,15 +23,15 @@ from megatron_uring.bench.summary import GIGABYTE, MEGABYTE, Summary
 _WIDTH = 100
 _COLUMNS = {
     "median_s": ("median s", "{:.3f}"),
-    "fastest_s": ("min", "{:.3f}"),
-    "slowest_s": ("max", "{:.3f}"),
+    "fastest_s": ("min", "{:.2f}"),
+    "slowest_s": ("max", "{:.2f}"),
     "gb_per_s": ("GB/s", "{:.2f}"),
     "to_limit": ("limit", "{:.2f}"),
     "drift_limit": ("~", "{:.2f}"),
     "to_best_peer": ("peer", "{:.2f}"),
     "drift_peer": ("~", "{:.2f}"),
     "process_cpu_s_per_gb": ("CPU", "{:.3f}"),
-    "machine_cpu_s_per_gb": ("machine", "{:.3f}"),
+    "machine_cpu_s_per_gb": ("all", "{:.2f}"),
     "peak_mb": ("MB", "{:.0f}"),
 }
 _PACKAGES = (
@@ -46,7 +46,7 @@ _PACKAGES = (
 )
 LEGEND = (
     "limit, peer: bandwidth over that of the limit and of the best peer, of medians; ~: median of\n"
-    "the trials. CPU: seconds for each GB, of the processes and of the machine. MB: peak memory\n"
+    "the trials. CPU: seconds for each GB, of the processes; all: of the machine. MB: peak memory\n"
     "beyond what was there before the call, worst rank, warm-up included, without child processes."
 )
 
@@ -111,7 +111,7 @@ def _print_table(title: str, headings: list[str], rows: list[list[str]], name_wi
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for number, heading in enumerate(headings):
         width = name_width if not number else None
         table.add_column(
