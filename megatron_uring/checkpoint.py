@@ -53,7 +53,7 @@ class Report:
     shared_bytes
         What other ranks of the node had read already (restore), beyond `file_bytes`.
     copy_s, checksum_s
-        Seconds of the native threads, beside the reading (restore).
+        Seconds of the native threads, beside the writing or reading.
     """
 
     directory: str

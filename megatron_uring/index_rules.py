@@ -4,6 +4,7 @@ Guarantees
 ----------
 - `check_index` refuses columns that differ in length, extents outside every region, regions outside
   their subfile or with too few checksums: what passes points nowhere outside.
+- `check_objects` refuses, before the commit, an object that no rank or more than one saves.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megatron_uring.columns import Int32Array, Int64Array
-from megatron_uring.errors import CorruptionError
+from megatron_uring.errors import CorruptionError, StateMismatchError
 from megatron_uring.layout import BLOCK_BYTES, PAGE_BYTES
 from megatron_uring.shards import ShardTable
 from megatron_uring.tables import Contents, Extents, Regions, Structure
@@ -199,3 +200,29 @@ def without_tensors(index: Index, key_prefix: str) -> Index:
         shards=index.shards.take(rows).compact(),
         shard_extents=Extents(extents.subfile[rows], extents.start[rows], extents.length[rows]),
     )
+
+
+def check_objects(contents: Contents, tensor_keys: tuple[str, ...]) -> None:
+    """Every object has one owner, and no key is that of an object and of a tensor.
+
+    Raises
+    ------
+    StateMismatchError
+        Naming the key.
+    """
+    seen, tensors = set[str](), set(tensor_keys)
+    problem = None
+    for key in contents.object_keys:
+        if key in seen:
+            problem = (key, "two", "two ranks save an object under the same key")
+        elif key in tensors:
+            problem = (key, "a tensor of that key too", "on another rank")
+        seen.add(key)
+    for key in contents.replicas:
+        if key not in seen:
+            problem = (key, "none", "rank 0 writes replicated objects, and does not have it")
+    if problem is not None:
+        key, found, cause = problem
+        raise StateMismatchError(
+            f"plan save: object {key!r}", expected="exactly one owner", found=found, cause=cause
+        )

@@ -26,8 +26,7 @@ from megatron_uring import _engine, aggregate, commit, plan, probing, stage, wri
 from megatron_uring import index as index_module
 from megatron_uring.comm import Communicator
 from megatron_uring.config import Config
-from megatron_uring.errors import StateMismatchError
-from megatron_uring.index_rules import assemble_index, with_common
+from megatron_uring.index_rules import assemble_index, check_objects, with_common
 from megatron_uring.layout import PAGE_BYTES, Superblock, Trailer, round_up, subfile_name
 from megatron_uring.progress import Clock, step
 from megatron_uring.structures import KnownStructure, group_communicator, share_structure
@@ -82,6 +81,7 @@ class Saving:
         self.probed_engine = False
         self._regions: list[tuple[int, int, Any]] = []
         self._totals = (0, 0, 0)
+        self._copy_s = self._checksum_s = 0.0
 
     @classmethod
     def begin(
@@ -233,7 +233,7 @@ class Saving:
     ) -> None:
         if not length:
             return
-        checksums = write.write_region(
+        job = write.write_region(
             engine,
             file,
             start,
@@ -243,7 +243,9 @@ class Saving:
             report=self.world.report_progress,
             meanwhile=meanwhile,
         )
-        self._regions.append((start, length, checksums))
+        self._regions.append((start, length, job.checksums()))
+        self._copy_s += job.copy_s
+        self._checksum_s += job.checksum_s
 
     def finish_subfile(
         self, engine: _engine.Engine, file: _engine.File, placed: Placed
@@ -320,7 +322,7 @@ class Saving:
         facts = _facts(self.groups, self.world)
         index = assemble_index(self.save_id, world.rows, contents, facts, None)
         try:
-            _check_objects(contents, index.shards.keys)
+            check_objects(contents, index.shards.keys)
             commit.require_subfiles(
                 self.directory,
                 self.save_id,
@@ -362,26 +364,8 @@ class Saving:
             staging=f"{self.config.slab_count} slabs of {self.config.slab_bytes >> 20} MiB, "
             f"depth {self.config.queue_depth}",
             direct=self.direct,
-        )
-
-
-def _check_objects(contents: Contents, tensor_keys: tuple[str, ...]) -> None:
-    """Every object has one owner, and no key is that of an object and of a tensor."""
-    seen, tensors = set[str](), set(tensor_keys)
-    problem = None
-    for key in contents.object_keys:
-        if key in seen:
-            problem = (key, "two", "two ranks save an object under the same key")
-        elif key in tensors:
-            problem = (key, "a tensor of that key too", "on another rank")
-        seen.add(key)
-    for key in contents.replicas:
-        if key not in seen:
-            problem = (key, "none", "rank 0 writes replicated objects, and does not have it")
-    if problem is not None:
-        key, found, cause = problem
-        raise StateMismatchError(
-            f"plan save: object {key!r}", expected="exactly one owner", found=found, cause=cause
+            copy_s=self._copy_s,
+            checksum_s=self._checksum_s,
         )
 
 

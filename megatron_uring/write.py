@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_uring import _engine
-from megatron_uring.columns import Uint32Array
 from megatron_uring.errors import StorageError, as_checkpoint_error
 from megatron_uring.layout import BLOCK_BYTES, SUPERBLOCK_BYTES
 from megatron_uring.progress import run_job
@@ -141,16 +140,16 @@ def write_region(
     timeout_s: float,
     report: Callable[[int], None],
     meanwhile: Callable[[], None] | None = None,
-) -> Uint32Array:
+) -> _engine.Job:
     """Write the region [start, start+length): the staged pieces, and zeros between them; call
     `meanwhile` beside it.
 
     Returns
     -------
-    uint32 [blocks]
-        CRC32C of each block of the region, as it went to disk.
+    Job
+        Done; its checksums are those of each block of the region, as it went to disk.
     """
-    job = run_job(
+    return run_job(
         lambda: engine.write(file, start, length, staged.pieces),
         "write subfile",
         file.path,
@@ -159,7 +158,6 @@ def write_region(
         report=report,
         meanwhile=meanwhile,
     )
-    return job.checksums()
 
 
 def sync_subfile(engine: _engine.Engine, file: _engine.File, timeout_s: float) -> None:

@@ -432,6 +432,7 @@ def test_the_report_tells_what_is_on_disk(save, config, tmp_path):
     assert report.state_bytes > 4000
     assert report.engine.startswith(config.engine)
     assert report.seconds >= max(report.phases_s.values())
+    assert 0 < report.copy_s < report.seconds and 0 < report.checksum_s < report.seconds
     assert all(report.save_id in name for name in files if name != "index.h5")
     assert checkpoint.last_reports()["save"] is report
 

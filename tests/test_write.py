@@ -29,7 +29,7 @@ def write_region(engine, file, data=b"data", length=PAGE_BYTES):
 @pytest.mark.parametrize("direct", ["on", "off", "auto"])
 def test_what_is_written_is_padded_with_zeros_and_checksummed_as_on_disk(engine, tmp_path, direct):
     file = create(engine, tmp_path / "f", direct)
-    checksums = write_region(engine, file, b"x" * 5000, BLOCK_BYTES + PAGE_BYTES)
+    checksums = write_region(engine, file, b"x" * 5000, BLOCK_BYTES + PAGE_BYTES).checksums()
     write.sync_subfile(engine, file, 10.0)
     file.close()
     data = (tmp_path / "f").read_bytes()
