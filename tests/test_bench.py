@@ -292,6 +292,32 @@ def test_figures_of_tiny_tensors_and_of_a_million_shards():
     assert figures["index_1m_mb"] == 5.0
 
 
+def test_memory_of_small_tensors_is_given_back_between_sections():
+    script = """
+import torch
+from megatron_uring.bench import speed
+
+def resident_mb():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 / 1e6
+
+before, tensors, kept = resident_mb(), [], []
+for number in range(3000):
+    tensors.append(torch.zeros(100_000, dtype=torch.uint8))
+    if number % 100 == 0:
+        kept.append(torch.zeros(100))
+del tensors
+left = resident_mb()
+speed._release_memory()
+print(left - before, resident_mb() - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    )
+    left, after = map(float, done.stdout.split())
+    assert after < 100 < left, "the first says whether there was something to give back"
+
+
 def test_tables_fit_100_columns_and_say_why_a_row_is_empty(capsys):
     report.print_section("large", summary.summarize(LARGE), 4.0, 3)
     report.print_figures({"a": 1.0, "b": None})

@@ -12,6 +12,8 @@ Guarantees
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import os
 import socket
@@ -65,7 +67,7 @@ def run(options: Options, keep: Callable[[dict[str, Any]], None]) -> dict[str, A
     with bench.removed_in_the_end():
         for section in options.sections:
             measured = _measure_section(bench, section, options)
-            gc.collect()  # two sections' tensors would not fit into memory side by side
+            _release_memory()
             _show(world.rank, measured, options.trials)
             rows += measured
             if section == "scale":
@@ -73,6 +75,15 @@ def run(options: Options, keep: Callable[[dict[str, Any]], None]) -> dict[str, A
             if world.rank == 0:
                 keep(_result(options, bench, rows, points))
     return _result(options, bench, rows, points) if world.rank == 0 else None
+
+
+def _release_memory() -> None:
+    """Two sections' tensors would not fit into memory side by side, and glibc keeps what thousands
+    of small ones had (measured: all 0.67 GB of 5,000) until it is told to let go.
+    """
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # another libc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _progress(rank: int) -> Callable[[str], None]:
