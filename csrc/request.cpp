@@ -53,9 +53,9 @@ void Request::fill() noexcept {
             if (job->stopped()) break;
             checksum = 0;
         }
-        const std::int64_t step = std::min(step_bytes - at % step_bytes, length - at);
-        Window window = {0, file_offset + at, step, slab.data() + at};
-        PieceTable::Span span = {nullptr, step, nullptr};
+        const std::int64_t left = std::min(step_bytes - at % step_bytes, length - at);
+        Window window = {0, file_offset + at, left, slab.data() + at};
+        PieceTable::Span span = {nullptr, left, nullptr};
         if (stream) span = job->pieces_->next_span(window);
         window.length = span.length;
         const auto begin = Clock::now();
