@@ -119,7 +119,7 @@ std::size_t stream_lines(std::uint8_t* to, const std::uint8_t* from, std::size_t
 }  // namespace
 
 void copy_past_cache(std::uint8_t* to, const std::uint8_t* from, std::int64_t length,
-                     const std::uint8_t* next) noexcept {
+                     [[maybe_unused]] const std::uint8_t* next) noexcept {
     const auto size = static_cast<std::size_t>(length);
     std::size_t at = 0;
 #ifdef __x86_64__
@@ -128,8 +128,6 @@ void copy_past_cache(std::uint8_t* to, const std::uint8_t* from, std::int64_t le
     std::memcpy(to, from, at);
     at += stream_lines(to + at, from + at, (size - at) / line_bytes, next);
     _mm_sfence();  // before another thread is told that the bytes are there
-#else
-    static_cast<void>(next);
 #endif
     std::memcpy(to + at, from + at, size - at);
 }

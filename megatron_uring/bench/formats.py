@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from megatron_uring import checkpoint, stage
 from megatron_uring.bench.measure import OURS
-from megatron_uring.bench.state import MEBIBYTE, State
+from megatron_uring.bench.state import State
 from megatron_uring.comm import Communicator
-from megatron_uring.config import Config
+from megatron_uring.config import MEBIBYTE, Config
 from megatron_uring.providers import Shard
 
 Action = Callable[[str], None]

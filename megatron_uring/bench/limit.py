@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_uring.bench.measure import LIMIT, UnavailableError, Variant
-from megatron_uring.bench.state import MEBIBYTE
 from megatron_uring.comm import Communicator
+from megatron_uring.config import MEBIBYTE
 
 _DEPTH = {4: 8, 16: 8, 64: 4}  # requests in flight, by their size in MiB
 _ENGINES = ("io_uring", "libaio")

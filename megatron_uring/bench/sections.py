@@ -151,7 +151,10 @@ class Bench:
         """
         states = tiny_and_large_state(self.world.rank, count, large_count)
         targets = tiny_and_large_state(self.world.rank, count, large_count)
-        saves = _FreshSaves(self.world, os.path.join(self.folder, "save"))
+        folder = os.path.join(self.folder, "save")
+        saves = _FreshSaves(
+            self.world, folder, lambda state: self._ready_to_save(folder, state, page_cache=False)
+        )
         variants = []
         for state, target, first, second in zip(
             states, targets, (TINY_FIRST, BIG_FIRST), (TINY_SECOND, BIG_SECOND), strict=True
@@ -171,7 +174,7 @@ class Bench:
             )
         )
         rows = self._interleave(TINY, variants, tiny)
-        self._remove(saves.folder)
+        self._remove(folder)
         return rows
 
     def _interleave(self, section: str, variants: list[Variant], state: State) -> list[Row]:
@@ -191,8 +194,7 @@ class Bench:
 
         def prepare() -> None:
             save.build()
-            self._empty(folder, state, one.page_cache)
-            state.read()
+            self._ready_to_save(folder, state, one.page_cache)
 
         def check() -> None:
             target.wipe()
@@ -234,6 +236,10 @@ class Bench:
     def _cool(self, folder: str, state: State, page_cache: bool) -> None:
         self.cold = cache.drop_caches(self.world, folder)
         self._ready_memory(state, page_cache)
+
+    def _ready_to_save(self, folder: str, state: State, page_cache: bool) -> None:
+        self._empty(folder, state, page_cache)
+        state.read()
 
     def _empty(self, folder: str, state: State, page_cache: bool) -> None:
         empty_folder(self.world, folder)
@@ -312,10 +318,13 @@ class _Once:
 
 
 class _FreshSaves:
-    """Saves of a structure that was never seen, or was seen in the save before."""
+    """Saves of a structure that was never seen, or was seen in the save before.
 
-    def __init__(self, world: Communicator, folder: str) -> None:
-        self.world, self.folder = world, folder
+    `ready` empties the folder and brings memory into the state that every timed save finds.
+    """
+
+    def __init__(self, world: Communicator, folder: str, ready: Callable[[State], None]) -> None:
+        self.world, self.folder, self._ready = world, folder, ready
         self._config = Config(aggregation="rank", engine="io_uring")
         self._number = 0
         self._shards: dict[str, object] = {}
@@ -336,12 +345,6 @@ class _FreshSaves:
     def _rename(self, state: State) -> None:
         self._number += 1
         self._shards = dict(state.shards(f"run{self._number}/"))
-
-    def _ready(self, state: State) -> None:
-        """As before every save: nothing to write back, memory at rest, the state just read."""
-        empty_folder(self.world, self.folder)
-        cache.settle(self.world, state.total_bytes)
-        state.read()
 
     def run(self) -> None:
         """The timed save."""

@@ -17,9 +17,10 @@ import torch
 
 from megatron_uring import _engine
 from megatron_uring.bench.measure import DifferentError
+from megatron_uring.config import MEBIBYTE
 from megatron_uring.providers import Shard
 
-KIBIBYTE, MEBIBYTE = 1 << 10, 1 << 20
+KIBIBYTE = 1 << 10
 LARGE_BYTES = 64 * MEBIBYTE
 TINY_LARGE_TENSORS = 64
 _ITEM_BYTES = 64
