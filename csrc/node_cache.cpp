@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 
 #include "checksum.hpp"
@@ -21,7 +22,7 @@
 namespace megatron_uring {
 namespace {
 
-constexpr std::uint64_t magic = 0x3245484341435552;  // of this layout of the header
+constexpr std::uint64_t magic = 0x3345484341435552;  // of this layout of the header
 constexpr std::int64_t page_bytes = 4096;
 // A chunk that was offered and that nobody took for so long makes room for another: long enough for
 // a process that keeps pace, short enough that waiting for room costs less than reading twice.
@@ -45,6 +46,7 @@ struct NodeCache::Slot {
     std::int64_t since_ns;
     std::int64_t takers_left;
     std::uint32_t state;
+    std::uint32_t reserved;
 
     bool holds(const ChunkKey& other) const noexcept {
         return state != empty && key.file == other.file && key.offset == other.offset &&
@@ -57,6 +59,10 @@ struct NodeCache::Header {
     std::int64_t slot_bytes;
     std::int64_t slot_count;
     pthread_mutex_t mutex;
+    std::uint64_t processes;  // that ever attached
+    // Of each file, by its number: which processes have looked for it. Numbers that fall together,
+    // and processes that are gone, make chunks be offered in vain, no more.
+    std::uint64_t interest[512];
     std::int64_t attached;  // too high after a death: then chunks are kept a little longer
     std::uint64_t published;
     std::uint64_t taken;
@@ -97,6 +103,7 @@ NodeCache::Answer NodeCache::look(const ChunkKey& key, const std::uint32_t* expe
         const Lock lock(*header_);
         if (!lock) return {Outcome::absent, {}};
         header_->position = key;
+        interest_in(key) |= own_bit_;
         for (std::int64_t i = 0; i < slot_count_ && found < 0; ++i) {
             if (header_->slots[i].holds(key)) found = i;
         }
@@ -140,6 +147,10 @@ std::optional<ChunkKey> NodeCache::position() const noexcept {
     return header_->position;
 }
 
+std::uint64_t& NodeCache::interest_in(const ChunkKey& key) const noexcept {
+    return header_->interest[key.file % std::size(header_->interest)];
+}
+
 bool NodeCache::pays_locked(const ChunkKey& key) const noexcept {
     return header_->attached > 1 && key.length <= slot_bytes_ &&
            header_->published < free_trials + trials_per_hit * header_->taken;
@@ -160,11 +171,12 @@ NodeCache::Claim NodeCache::claim_locked(const ChunkKey& key, std::int64_t now_n
     }
     if (chosen < 0) return {};
     Slot& slot = header_->slots[chosen];
-    slot = {key, slot.generation + 1, now_ns, header_->attached - 1, reading};
+    slot = {key, slot.generation + 1, now_ns, header_->attached - 1, reading, slot.reserved};
     return {shared_from_this(), chosen, slot.generation};
 }
 
 void NodeCache::Claim::publish(const std::uint8_t* data, std::int64_t length) noexcept {
+    if (!cache_->is_wanted(slot_) || !cache_->reserve_slot(slot_)) return drop();
     // Whoever took over a claim that went stale may write here too: the checksums of what is copied
     // out will tell.
     copy_past_cache(cache_->data_of(slot_), data, length);
@@ -247,6 +259,7 @@ bool NodeCache::attach() {
     const Lock lock(*header_);
     if (!lock) throw OsError(EBUSY, "lock node cache", path_);
     ++header_->attached;
+    own_bit_ = std::uint64_t{1} << (header_->processes++ % 64);
     attached_ = true;
     return true;
 }
@@ -261,11 +274,28 @@ bool NodeCache::detach() noexcept {
 void NodeCache::reserve() {
     // Emptied first: what somebody left behind half made is gone, and every byte is zero.
     int result = ::ftruncate(number_, 0);
-    if (result == 0) result = ::fallocate(number_, 0, 0, file_bytes_);
+    if (result == 0) result = ::fallocate(number_, 0, 0, file_bytes_ - slot_bytes_ * slot_count_);
+    if (result == 0) result = ::ftruncate(number_, file_bytes_);
     if (result == 0) return;
     const int error = errno;
     ::unlink(path_.c_str());
     throw OsError(error, "reserve node cache", path_);
+}
+
+// Whether another process has looked for the file whose chunk is in the slot.
+bool NodeCache::is_wanted(std::int64_t slot) noexcept {
+    const Lock lock(*header_);
+    return lock && (interest_in(header_->slots[slot].key) & ~own_bit_) != 0;
+}
+
+// By who has claimed the slot; in tmpfs this also makes and clears its pages, which takes as long
+// as copying them.
+bool NodeCache::reserve_slot(std::int64_t slot) noexcept {
+    if (header_->slots[slot].reserved != 0) return true;
+    const std::int64_t start = data_of(slot) - reinterpret_cast<std::uint8_t*>(header_);
+    if (::fallocate(number_, 0, start, slot_bytes_) != 0) return false;
+    header_->slots[slot].reserved = 1;
+    return true;
 }
 
 void NodeCache::initialise() {

@@ -3,14 +3,15 @@
 //
 // 1. Opportunistic: it is never needed. What is not found here is read from the file, and nobody
 //    waits for a chunk that another process reads for longer than claim_limit.
-// 2. Bounded: slots of one file in shared memory, reserved when it is made, so that no later store
-//    ends in SIGBUS. Where it cannot be had, there is no cache.
+// 2. Bounded: slots of one file in shared memory. Each is reserved before the first store to it, so
+//    that none ends in SIGBUS; where it cannot be, it is not used.
 // 3. Nothing is believed: who copies a chunk out checks the checksum of each of its blocks and that
 //    the slot was not given away meanwhile; else it counts as not found.
 // 4. A process may die at any point: the mutex is robust, claims go stale, the file is removed by
 //    the last process that lets go of it, and files of the dead by the next one that opens any.
-// 5. It stops by itself where it does not pay: chunks that nobody takes are soon not offered any
-//    more.
+// 5. Only chunks of files that another process has looked for are offered: ranks that restore
+//    different bytes pay for neither slots nor copies. It stops by itself where it does not pay:
+//    chunks that nobody takes are soon not offered any more.
 #pragma once
 
 #include <chrono>
@@ -106,6 +107,9 @@ class NodeCache : public std::enable_shared_from_this<NodeCache> {
     void map();
     std::size_t mapped_bytes() const noexcept { return static_cast<std::size_t>(file_bytes_); }
     std::uint8_t* data_of(std::int64_t slot) const noexcept;
+    bool is_wanted(std::int64_t slot) noexcept;
+    bool reserve_slot(std::int64_t slot) noexcept;
+    std::uint64_t& interest_in(const ChunkKey& key) const noexcept;
     bool pays_locked(const ChunkKey& key) const noexcept;
     Claim claim_locked(const ChunkKey& key, std::int64_t now_ns) noexcept;
 
@@ -116,6 +120,7 @@ class NodeCache : public std::enable_shared_from_this<NodeCache> {
     const std::int64_t file_bytes_;
     int number_ = -1;
     bool attached_ = false;
+    std::uint64_t own_bit_ = 0;  // of this process, in Header::interest
     Header* header_ = nullptr;
 };
 

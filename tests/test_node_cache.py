@@ -82,10 +82,12 @@ def test_alone_nothing_is_offered(config, shared_path, blocks):
 
 
 def test_chunks_that_nobody_takes_are_soon_not_offered_any_more(config, shared_path, blocks):
-    bystander = attach(shared_path)
+    bystander = Reader(config.engine, blocks, attach(shared_path))
     reader = Reader(config.engine, blocks, attach(shared_path))
     began = time.monotonic()
     for key in range(20):  # always other chunks: 240 of them, in 4 slots
+        if key < 4:
+            bystander.finish(bystander.start(key))  # wants them, and comes no more
         assert reader.finish(reader.start(key)) == 0
     assert time.monotonic() - began < 10
     del bystander
@@ -94,6 +96,7 @@ def test_chunks_that_nobody_takes_are_soon_not_offered_any_more(config, shared_p
 def test_a_damaged_slot_is_not_believed(config, shared_path, blocks):
     first = Reader(config.engine, blocks, attach(shared_path, slots=32))
     second = Reader(config.engine, blocks, attach(shared_path, slots=32))
+    second.finish(second.start())  # wants the file
     assert first.finish(first.start()) == 0  # offers everything
     with open(shared_path, "r+b") as file:
         size = os.fstat(file.fileno()).st_size
@@ -107,6 +110,7 @@ def test_a_damaged_slot_is_not_believed(config, shared_path, blocks):
 def test_what_was_offered_is_taken_whole(config, shared_path, blocks):
     first = Reader(config.engine, blocks, attach(shared_path, slots=32))
     second = Reader(config.engine, blocks, attach(shared_path, slots=32))
+    second.finish(second.start())  # wants the file
     first.finish(first.start())
     assert second.finish(second.start()) == 24 * MIB
 
@@ -139,6 +143,7 @@ def test_a_waiting_read_can_be_cancelled(config, shared_path, blocks):
 def test_bad_blocks_are_not_offered(config, shared_path, blocks):
     first = Reader(config.engine, blocks, attach(shared_path, slots=32))
     second = Reader(config.engine, blocks, attach(shared_path, slots=32))
+    second.finish(second.start())  # wants the file
     with open(blocks, "r+b") as file:
         file.write(b"\0" * 64)
     job = first.start()
@@ -187,8 +192,35 @@ def test_attaching_again_and_again_from_many_threads_never_fails(shared_path):
     assert not os.path.exists(shared_path)
 
 
-def test_too_little_shared_memory_is_an_error_and_leaves_nothing(shared_path):
-    with pytest.raises(OSError, match="reserve node cache"):
+def test_what_no_other_process_wants_costs_no_shared_memory(config, shared_path, blocks):
+    readers = [Reader(config.engine, blocks, attach(shared_path, slots=32)) for _ in range(2)]
+    for key, reader in enumerate(readers):
+        assert reader.finish(reader.start(key)) == 0
+    used = os.stat(shared_path).st_blocks * 512
+    assert used < MIB, "slots were filled"
+
+
+def test_too_little_shared_memory_is_as_good_as_none(config, tmp_path, blocks):
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(place)]
+    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("no right to mount")
+    try:
+        path = str(place / "cache")
+        first = Reader(config.engine, blocks, attach(path, slots=32))
+        second = Reader(config.engine, blocks, attach(path, slots=32))
+        second.finish(second.start())  # wants the file
+        first.finish(first.start())
+        assert second.finish(second.start()) <= SLOT_BYTES  # what there was room for
+        del first, second
+        assert os.listdir(place) == []
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_cache_beyond_all_memory_is_an_error_and_leaves_nothing(shared_path):
+    with pytest.raises(OSError, match="node cache"):
         _engine.NodeCache(shared_path, 1 << 40, 1024)
     assert not os.path.exists(shared_path)
 
