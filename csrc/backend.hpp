@@ -27,6 +27,8 @@ class Backend {
   public:
     virtual ~Backend() = default;
     virtual void submit(std::unique_ptr<Request> request) noexcept = 0;
+    // System calls so far that handed I/O to the kernel.
+    virtual std::int64_t submit_calls() const noexcept = 0;
     // After the last request has come back: ends the threads.
     virtual void stop() noexcept = 0;
     // When requests do not come back: lets the threads run on by themselves. The backend is never

@@ -130,12 +130,18 @@ struct JobHandle {
 
 // ---- engine ----
 
-std::shared_ptr<Engine> make_engine(const std::string& kind, std::shared_ptr<SlabPool> pool,
-                                    std::int64_t queue_depth, std::int64_t posix_threads,
-                                    std::int64_t copy_threads) {
+std::shared_ptr<Engine> make_engine(
+    const std::string& kind, std::shared_ptr<SlabPool> pool, std::int64_t queue_depth,
+    std::int64_t posix_threads, std::int64_t copy_threads, std::int64_t submission_batch,
+    bool polled_submission, bool registered_files,
+    const std::vector<std::pair<std::uintptr_t, std::int64_t>>& registered_memory) {
     const py::gil_scoped_release release;
+    RingOptions ring = {queue_depth, submission_batch, polled_submission, registered_files, {}};
+    for (const auto& [address, length] : registered_memory) {
+        ring.registered_memory.push_back({reinterpret_cast<std::uint8_t*>(address), length});
+    }
     auto* const engine =
-        new Engine(std::move(pool), {kind, queue_depth, posix_threads, copy_threads});
+        new Engine(std::move(pool), {kind, std::move(ring), posix_threads, copy_threads});
     // The last owner is always a Python object, so the deleter runs with the GIL held.
     return std::shared_ptr<Engine>(engine, [](Engine* last) {
         const py::gil_scoped_release unlocked;
@@ -149,25 +155,55 @@ JobHandle start_write(const std::shared_ptr<Engine>& engine, const File& file, s
     return {engine, engine->write(file, start, length, std::move(pieces))};
 }
 
-JobHandle start_read(const std::shared_ptr<Engine>& engine, const std::vector<const File*>& files,
-                     const py::object& file_number, const py::object& start,
-                     const py::object& length, std::shared_ptr<PieceTable> pieces,
-                     const py::object& expected, std::shared_ptr<NodeCache> cache,
-                     std::vector<std::uint64_t> file_keys) {
+std::vector<Range> make_ranges(const py::object& file_number, const py::object& start,
+                               const py::object& length) {
     const auto numbers = array_from<std::int32_t>(file_number, "file_number", 1);
     const auto starts = array_from<std::int64_t>(start, "start", 1);
     const auto lengths = array_from<std::int64_t>(length, "length", 1);
     if (numbers.shape(0) != starts.shape(0) || numbers.shape(0) != lengths.shape(0)) {
         throw std::invalid_argument("file_number, start, length differ in length");
     }
-    if (std::find(files.begin(), files.end(), nullptr) != files.end()) {
-        throw std::invalid_argument("files contains None");
-    }
     std::vector<Range> ranges;
     ranges.reserve(static_cast<std::size_t>(numbers.shape(0)));
     for (py::ssize_t i = 0; i < numbers.shape(0); ++i) {
         ranges.push_back({numbers.at(i), starts.at(i), lengths.at(i)});
     }
+    return ranges;
+}
+
+void require_files(const std::vector<const File*>& files) {
+    if (std::find(files.begin(), files.end(), nullptr) != files.end()) {
+        throw std::invalid_argument("files contains None");
+    }
+}
+
+JobHandle start_transfer(const std::shared_ptr<Engine>& engine, const std::string& operation,
+                         const std::vector<const File*>& files, const py::object& file_number,
+                         const py::object& start, const py::object& length,
+                         const py::object& address) {
+    if (operation != "write" && operation != "read") {
+        throw std::invalid_argument("operation is not write or read: " + operation);
+    }
+    require_files(files);
+    std::vector<Range> ranges = make_ranges(file_number, start, length);
+    const auto numbers = array_from<std::uint64_t>(address, "address", 1);
+    std::vector<std::uint8_t*> addresses;
+    addresses.reserve(static_cast<std::size_t>(numbers.shape(0)));
+    for (py::ssize_t i = 0; i < numbers.shape(0); ++i) {
+        addresses.push_back(reinterpret_cast<std::uint8_t*>(numbers.at(i)));
+    }
+    const py::gil_scoped_release release;
+    return {engine, engine->transfer(operation == "write" ? Operation::write : Operation::read,
+                                     files, std::move(ranges), std::move(addresses))};
+}
+
+JobHandle start_read(const std::shared_ptr<Engine>& engine, const std::vector<const File*>& files,
+                     const py::object& file_number, const py::object& start,
+                     const py::object& length, std::shared_ptr<PieceTable> pieces,
+                     const py::object& expected, std::shared_ptr<NodeCache> cache,
+                     std::vector<std::uint64_t> file_keys) {
+    require_files(files);
+    std::vector<Range> ranges = make_ranges(file_number, start, length);
     std::optional<std::vector<std::uint32_t>> checksums;
     if (!expected.is_none()) {
         const auto values = array_from<std::uint32_t>(expected, "expected", 1);
@@ -253,9 +289,15 @@ void bind_engine(py::module_& module) {
 
     py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", py::is_final())
         .def(py::init(&make_engine), py::arg("kind"), py::arg("pool").none(false), py::kw_only(),
-             py::arg("queue_depth"), py::arg("posix_threads") = 4, py::arg("copy_threads") = 1)
+             py::arg("queue_depth"), py::arg("posix_threads") = 4, py::arg("copy_threads") = 1,
+             py::arg("submission_batch") = 0, py::arg("polled_submission") = false,
+             py::arg("registered_files") = false,
+             py::arg("registered_memory") = std::vector<std::pair<std::uintptr_t, std::int64_t>>())
         .def_property_readonly("kind", &Engine::kind)
         .def_property_readonly("reason", &Engine::reason)
+        .def_property_readonly("submit_calls", &Engine::submit_calls)
+        .def("transfer", &start_transfer, py::arg("operation"), py::arg("files"),
+             py::arg("file_number"), py::arg("start"), py::arg("length"), py::arg("address"))
         .def("write", &start_write, py::arg("file"), py::arg("start"), py::arg("length"),
              py::arg("pieces").none(false))
         .def("read", &start_read, py::arg("files"), py::arg("file_number"), py::arg("start"),

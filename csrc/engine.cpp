@@ -8,7 +8,6 @@
 
 #include "checksum.hpp"
 #include "posix.hpp"
-#include "ring.hpp"
 
 namespace megatron_uring {
 namespace {
@@ -17,10 +16,11 @@ constexpr std::int64_t write_alignment_bytes = 4096;
 // How often to ask for a chunk that another process reads, which takes it milliseconds.
 constexpr std::chrono::microseconds deferred_poll{300};
 
-void require_bound(std::int64_t value, std::int64_t limit, const char* name) {
-    if (value < 1 || value > limit) {
-        throw std::invalid_argument(std::string(name) + " is not between 1 and " +
-                                    std::to_string(limit) + ": " + std::to_string(value));
+void require_bound(std::int64_t value, std::int64_t limit, const char* name,
+                   std::int64_t least = 1) {
+    if (value < least || value > limit) {
+        throw std::invalid_argument(std::string(name) + " is not between " + std::to_string(least) +
+                                    " and " + std::to_string(limit) + ": " + std::to_string(value));
     }
 }
 
@@ -29,8 +29,9 @@ void require_bound(std::int64_t value, std::int64_t limit, const char* name) {
 // ---- life ----
 
 Engine::Engine(std::shared_ptr<SlabPool> pool, const EngineOptions& options)
-    : pool_(std::move(pool)) {
-    require_bound(options.queue_depth, 4096, "queue_depth");
+    : pool_(std::move(pool)), transfer_limit_(2 * options.ring.queue_depth) {
+    require_bound(options.ring.queue_depth, 4096, "queue_depth");
+    require_bound(options.ring.submission_batch, 4096, "submission_batch", 0);
     require_bound(options.posix_threads, 256, "posix_threads");
     require_bound(options.copy_threads, 64, "copy_threads");
     choose_backend(options);
@@ -55,7 +56,7 @@ void Engine::choose_backend(const EngineOptions& options) {
         reason_ = "posix: asked for";
     } else {
         try {
-            backend_ = make_ring_backend(*this, options.queue_depth);
+            backend_ = make_ring_backend(*this, options.ring);
             kind_ = "io_uring";
             reason_ = options.kind == "auto" ? "io_uring: available" : "io_uring: asked for";
             return;
@@ -65,7 +66,7 @@ void Engine::choose_backend(const EngineOptions& options) {
         }
     }
     kind_ = "posix";
-    backend_ = make_posix_backend(*this, std::min(options.queue_depth, options.posix_threads));
+    backend_ = make_posix_backend(*this, std::min(options.ring.queue_depth, options.posix_threads));
 }
 
 void Engine::stop_threads(bool abandon) noexcept {
@@ -252,6 +253,9 @@ bool Engine::advance_one(std::unique_lock<std::mutex>& lock) {
         lock.lock();
         return true;
     };
+    if (std::unique_ptr<Request> request = next_transfer_locked()) {
+        return unlocked([&] { backend_->submit(std::move(request)); });
+    }
     // Reads are started before landed ones are scattered, or the disk would idle meanwhile; writes
     // are filled after, because that takes long and scattering frees slabs.
     if (std::unique_ptr<Request> request = next_request_locked(Operation::read)) {
@@ -288,6 +292,7 @@ bool Engine::drop_stopped(std::unique_lock<std::mutex>& lock) noexcept {
 
 std::unique_ptr<Request> Engine::next_request_locked(Operation operation) {
     if (waiting_.empty() || waiting_.front()->operation_ != operation) return nullptr;
+    if (!waiting_.front()->addresses_.empty()) return nullptr;
     // Before the slab, which must not be given back under the lock.
     auto request = std::make_unique<Request>();
     request->slab = pool_->try_acquire();
@@ -307,6 +312,7 @@ void Engine::cut_locked(Request& request) noexcept {
     request.descriptor = job.files_[static_cast<std::size_t>(range.file_number)].get();
     request.file_offset = range.start + chunk.offset;
     request.length = chunk.length;
+    request.memory = request.slab ? request.slab.data() : job.addresses_[chunk.range_number];
     request.first_block = job.first_blocks_[chunk.range_number] +
                           static_cast<std::size_t>(chunk.offset / block_bytes);
     ++job.in_flight_;
@@ -345,7 +351,7 @@ void Engine::fill(std::unique_ptr<Request> request) noexcept {
 
 void Engine::finished(std::unique_ptr<Request> request) noexcept {
     Job& job = *request->job;
-    if (request->operation == Operation::read && !job.stopped()) {
+    if (request->operation == Operation::read && request->slab && !job.stopped()) {
         return land_later(std::move(request));
     }
     if (!job.stopped()) job.bytes_done_ += request->length;
@@ -362,6 +368,7 @@ void Engine::land_later(std::unique_ptr<Request> request) noexcept {
 }
 
 void Engine::retire(std::unique_ptr<Request> request) noexcept {
+    const bool transfer = request->transfers();
     const std::shared_ptr<Job> job = std::move(request->job);
     request.reset();  // the slab goes back before the job can be seen to be done
     bool settled;
@@ -369,6 +376,10 @@ void Engine::retire(std::unique_ptr<Request> request) noexcept {
         const std::lock_guard<std::mutex> lock(mutex_);
         ++progress_count_;
         --job->in_flight_;
+        if (transfer) {
+            --transfers_in_flight_;
+            work_available_.notify_one();
+        }
         settled = settle_locked(*job);
     }
     if (settled) job->complete();

@@ -8,7 +8,10 @@
 //    cancels them, and if even that does not end them, it abandons the threads and leaks what they
 //    use, on purpose: no wait is unbounded.
 // 4. No exception leaves a native thread: it fails the job at hand.
-// 5. Locks: the engine's mutex may be held when a job's or the pool's free list is locked, never
+// 5. A transfer uses no slab, the caller's memory instead; at most twice the queue depth of them
+// are
+//    under way.
+// 6. Locks: the engine's mutex may be held when a job's or the pool's free list is locked, never
 //    the reverse; no slab is destroyed, no job completed and no system call made under it.
 #pragma once
 
@@ -23,12 +26,13 @@
 #include <vector>
 
 #include "backend.hpp"
+#include "ring.hpp"
 
 namespace megatron_uring {
 
 struct EngineOptions {
     std::string kind;
-    std::int64_t queue_depth;
+    RingOptions ring;
     std::int64_t posix_threads;
     std::int64_t copy_threads;
 };
@@ -54,6 +58,10 @@ class Engine final : private RequestSink, private SlabListener {
                               std::shared_ptr<const PieceTable> pieces,
                               std::optional<std::vector<std::uint32_t>> expected, Sharing sharing);
     std::shared_ptr<Job> sync(const File& file);
+    // Moves each range between its file and its address: no copy, no checksum (transfer.cpp).
+    std::shared_ptr<Job> transfer(Operation operation, const std::vector<const File*>& files,
+                                  std::vector<Range> ranges, std::vector<std::uint8_t*> addresses);
+    std::int64_t submit_calls() const noexcept { return backend_->submit_calls(); }
 
     bool wait(const Job& job, double timeout_s) const;
     void cancel(Job& job);
@@ -69,6 +77,7 @@ class Engine final : private RequestSink, private SlabListener {
     bool advance_one(std::unique_lock<std::mutex>& lock);
     bool drop_stopped(std::unique_lock<std::mutex>& lock) noexcept;
     std::unique_ptr<Request> next_request_locked(Operation operation);
+    std::unique_ptr<Request> next_transfer_locked();
     void cut_locked(Request& request) noexcept;
     void issue(std::unique_ptr<Request> request) noexcept;
     void retry_deferred(std::unique_lock<std::mutex>& lock) noexcept;
@@ -83,6 +92,7 @@ class Engine final : private RequestSink, private SlabListener {
 
     const ForkStamp stamp_;
     const std::shared_ptr<SlabPool> pool_;
+    const std::int64_t transfer_limit_;
     std::string kind_;
     std::string reason_;
     std::unique_ptr<Backend> backend_;
@@ -93,7 +103,8 @@ class Engine final : private RequestSink, private SlabListener {
     std::deque<std::shared_ptr<Job>> waiting_;  // jobs with chunks that have not been started
     RequestQueue deferred_;                     // reads that another process of the node does
     RequestQueue landed_;                       // reads to verify and scatter
-    std::vector<std::shared_ptr<Job>> live_;    // jobs that are not done
+    std::int64_t transfers_in_flight_ = 0;
+    std::vector<std::shared_ptr<Job>> live_;  // jobs that are not done
     std::uint64_t progress_count_ = 0;
     bool closing_ = false;
     bool stopping_ = false;

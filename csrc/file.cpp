@@ -59,9 +59,12 @@ int open_number(const std::string& path, int flags) {
     return static_cast<int>(result);
 }
 
+std::atomic<std::uint64_t> next_serial{1};
+
 }  // namespace
 
-Descriptor::Descriptor(int number, std::string path) : number_(number), path_(std::move(path)) {
+Descriptor::Descriptor(int number, std::string path)
+    : number_(number), serial_(next_serial.fetch_add(1)), path_(std::move(path)) {
     ask_alignment();
 }
 

@@ -29,6 +29,8 @@ class Descriptor {
     Descriptor& operator=(const Descriptor&) = delete;
 
     int number() const noexcept { return number_; }
+    // Of this descriptor alone, unlike its number, which the next file may get.
+    std::uint64_t serial() const noexcept { return serial_; }
     const std::string& path() const noexcept { return path_; }
     bool direct() const noexcept { return direct_.load(std::memory_order_relaxed); }
     std::int64_t offset_alignment() const noexcept { return offset_alignment_; }
@@ -42,6 +44,7 @@ class Descriptor {
     void ask_alignment() noexcept;
 
     int number_;
+    const std::uint64_t serial_;
     const std::string path_;
     std::atomic<bool> direct_{false};
     bool direct_refused_ = false;

@@ -13,13 +13,15 @@
 namespace megatron_uring {
 namespace {
 
-void check_range(const Range& range, std::size_t file_count, std::size_t number) {
+void check_range(const Range& range, std::size_t file_count, std::size_t number,
+                 std::int64_t alignment_bytes) {
     const std::string name = "range " + std::to_string(number) + ": ";
     if (range.file_number < 0 || static_cast<std::size_t>(range.file_number) >= file_count) {
         throw std::invalid_argument(name + "no such file_number");
     }
-    if (range.start < 0 || range.start % block_bytes != 0) {
-        throw std::invalid_argument(name + "start is not a multiple of 1 MiB");
+    if (range.start < 0 || range.start % alignment_bytes != 0) {
+        throw std::invalid_argument(name + "start is not a multiple of " +
+                                    std::to_string(alignment_bytes));
     }
     // Room above the end, so that rounding up to an alignment cannot overflow.
     constexpr std::int64_t end_limit = std::numeric_limits<std::int64_t>::max() - (1 << 30);
@@ -40,15 +42,12 @@ Job::Job(Operation operation, std::vector<std::shared_ptr<Descriptor>> files,
       pieces_(std::move(pieces)),
       expected_(std::move(expected)),
       sharing_(std::move(sharing)) {
+    check_ranges(block_bytes);
     std::size_t blocks = 0;
     first_blocks_.reserve(ranges_.size());
-    for (std::size_t i = 0; i < ranges_.size(); ++i) {
-        check_range(ranges_[i], files_.size(), i);
+    for (const Range& range : ranges_) {
         first_blocks_.push_back(blocks);
-        blocks += static_cast<std::size_t>((ranges_[i].length + block_bytes - 1) / block_bytes);
-        if (__builtin_add_overflow(bytes_total_, ranges_[i].length, &bytes_total_)) {
-            throw std::invalid_argument("ranges hold too many bytes");
-        }
+        blocks += static_cast<std::size_t>((range.length + block_bytes - 1) / block_bytes);
     }
     if (expected_ && expected_->size() != blocks) {
         throw std::invalid_argument("expected has " + std::to_string(expected_->size()) +
@@ -59,6 +58,31 @@ Job::Job(Operation operation, std::vector<std::shared_ptr<Descriptor>> files,
     }
     checksums_.resize(blocks);
     chunks_ = schedule(ranges_, sharing_, slab_bytes);
+}
+
+Job::Job(Operation operation, std::vector<std::shared_ptr<Descriptor>> files,
+         std::vector<Range> ranges, std::vector<std::uint8_t*> addresses)
+    : operation_(operation),
+      files_(std::move(files)),
+      ranges_(std::move(ranges)),
+      addresses_(std::move(addresses)) {
+    if (addresses_.size() != ranges_.size()) {
+        throw std::invalid_argument("file_number and address differ in length");
+    }
+    check_ranges(1);
+    first_blocks_.resize(ranges_.size());
+    for (std::size_t i = 0; i < ranges_.size(); ++i) {
+        if (ranges_[i].length > 0) chunks_.push_back({i, 0, ranges_[i].length});
+    }
+}
+
+void Job::check_ranges(std::int64_t alignment_bytes) {
+    for (std::size_t i = 0; i < ranges_.size(); ++i) {
+        check_range(ranges_[i], files_.size(), i, alignment_bytes);
+        if (__builtin_add_overflow(bytes_total_, ranges_[i].length, &bytes_total_)) {
+            throw std::invalid_argument("ranges hold too many bytes");
+        }
+    }
 }
 
 bool Job::wait(double timeout_s) const {
@@ -102,7 +126,7 @@ void Job::require_covered_pieces() const {
 
 void Job::complete() noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (error_ == nullptr && operation_ == Operation::read && bad_blocks_.empty()) {
+    if (error_ == nullptr && operation_ == Operation::read && pieces_ && bad_blocks_.empty()) {
         try {
             require_covered_pieces();
         } catch (...) {

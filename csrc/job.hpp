@@ -41,6 +41,9 @@ class Job {
         std::vector<Range> ranges, std::shared_ptr<const PieceTable> pieces,
         std::optional<std::vector<std::uint32_t>> expected, Sharing sharing,
         std::int64_t slab_bytes);
+    // A transfer: each range as one request, in this order, between its file and its address.
+    Job(Operation operation, std::vector<std::shared_ptr<Descriptor>> files,
+        std::vector<Range> ranges, std::vector<std::uint8_t*> addresses);
 
     bool done() const noexcept { return done_.load(std::memory_order_acquire); }
     // Whether to start nothing more: it has failed or was cancelled.
@@ -72,6 +75,7 @@ class Job {
   private:
     friend class Engine;
     friend struct Request;
+    void check_ranges(std::int64_t alignment_bytes);
     void complete() noexcept;
     void require_covered_pieces() const;
 
@@ -82,6 +86,7 @@ class Job {
     const std::shared_ptr<const PieceTable> pieces_;
     const std::optional<std::vector<std::uint32_t>> expected_;
     const Sharing sharing_;
+    const std::vector<std::uint8_t*> addresses_;  // of each range of a transfer; else empty
     std::int64_t bytes_total_ = 0;
 
     std::vector<Chunk> chunks_;

@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -34,6 +35,8 @@ class PosixBackend final : public Backend {
         }
         available_.notify_one();
     }
+
+    std::int64_t submit_calls() const noexcept override { return submit_calls_.load(); }
 
     void stop() noexcept override {
         {
@@ -71,10 +74,11 @@ class PosixBackend final : public Backend {
         }
     }
 
-    static std::int64_t transfer(Request& request) noexcept {
+    std::int64_t transfer(Request& request) noexcept {
         const Request::Step& step = request.prepare();
         if (step.pause.count() > 0) std::this_thread::sleep_for(step.pause);
         if (step.error != 0) return -step.error;
+        submit_calls_.fetch_add(1, std::memory_order_relaxed);
         const auto length = static_cast<std::size_t>(step.length);
         std::int64_t result;
         if (request.operation == Operation::write) {
@@ -92,6 +96,7 @@ class PosixBackend final : public Backend {
     std::condition_variable available_;
     RequestQueue queue_;
     bool stopping_ = false;
+    std::atomic<std::int64_t> submit_calls_{0};
     std::vector<std::thread> threads_;
 };
 

@@ -131,6 +131,10 @@ void Request::land_block(std::int64_t at, Clock::duration& checking) {
 
 // ---- between slab and kernel ----
 
+bool Request::transfers() const noexcept {
+    return !job->addresses_.empty();
+}
+
 const Request::Step& Request::prepare() noexcept {
     step = {};
     step_recorded_ = false;
@@ -158,30 +162,31 @@ void Request::prepare_transfer(bool shorten) noexcept {
     const std::int64_t alignment = step_direct_ ? descriptor->offset_alignment() : 1;
     resume_bytes_ = align_down(done_bytes_, alignment);
     // A direct read has to ask for whole units; slabs have room for them.
-    const std::int64_t end = operation == Operation::read ? align_up(length, alignment) : length;
+    const bool whole_units = operation == Operation::read && !transfers();
+    const std::int64_t end = whole_units ? align_up(length, alignment) : length;
     wanted_bytes_ = std::min(end - resume_bytes_, align_down(max_request_bytes, alignment));
     const std::int64_t half = align_down(wanted_bytes_ / 2, alignment);
-    step.buffer = slab.data() + resume_bytes_;
+    step.buffer = memory + resume_bytes_;
     step.offset = file_offset + resume_bytes_;
     step.length = shorten && half > 0 ? half : wanted_bytes_;
 }
 
 Request::Outcome Request::advance(std::int64_t result) noexcept {
-    const bool transfers = operation != Operation::sync;
+    const bool moves = operation != Operation::sync;
     if (step_recorded_) {
         try {
-            recorder::after(operation, descriptor->path(), step.offset,
-                            transfers ? wanted_bytes_ : 0, result);
+            recorder::after(operation, descriptor->path(), step.offset, moves ? wanted_bytes_ : 0,
+                            result);
         } catch (...) {
             job->fail(std::current_exception());
         }
     }
     if (result == -ECANCELED && job->stopped()) return Outcome::finished;
-    if (result >= 0) return transfers ? advance_transfer(result) : Outcome::finished;
+    if (result >= 0) return moves ? advance_transfer(result) : Outcome::finished;
     const int error = static_cast<int>(-result);
-    if (error == EINTR && transfers) return retry_or_fail(error, false);
-    if (error == EAGAIN && transfers) return retry_or_fail(error, true);
-    if (error == EINVAL && operation == Operation::read && step_direct_ &&
+    if (error == EINTR && moves) return retry_or_fail(error, false);
+    if (error == EAGAIN && moves) return retry_or_fail(error, true);
+    if (error == EINVAL && operation == Operation::read && step_direct_ && !transfers() &&
         descriptor->set_direct(false) == 0) {
         return Outcome::resubmit;
     }

@@ -1,4 +1,5 @@
-// A request: one chunk of a job, in one slab, on its way from memory to a file or back.
+// A request: one chunk of a job on its way from memory to a file or back, in one slab, or, of a
+// transfer, in the caller's own memory.
 //
 // 1. Short transfers resume where they stopped (at the aligned position before it if the file is
 //    direct); EINTR and EAGAIN are retried a bounded number of times without progress. Every other
@@ -10,6 +11,8 @@
 // 4. Nothing here waits: a pause is handed to the backend, which knows what else there is to do.
 // 5. Nothing throws. What goes wrong, memory that ran out included, fails the job.
 // 6. Queues of requests need no memory, so that handing a request on cannot fail.
+// 7. A transfer asks for exactly the bytes that it was given, and what the file system refuses, it
+//    refuses: no byte of memory outside of them is touched.
 #pragma once
 
 #include <chrono>
@@ -43,6 +46,7 @@ struct Request {
     // Read: verifies the blocks of the slab and scatters them.
     void land() noexcept;
 
+    bool transfers() const noexcept;  // without a slab
     const Step& prepare() noexcept;
     Outcome advance(std::int64_t result) noexcept;
     int number() const noexcept { return descriptor->number(); }
@@ -51,6 +55,7 @@ struct Request {
     Descriptor* descriptor = nullptr;  // kept open by the job
     Operation operation = Operation::sync;
     Slab slab;
+    std::uint8_t* memory = nullptr;  // of the slab, or the caller's
     std::size_t range_number = 0;
     std::int64_t file_offset = 0;
     std::int64_t length = 0;
@@ -58,6 +63,7 @@ struct Request {
 
     Clock::time_point cut_at;       // when the chunk was cut from its range
     Step step;                      // as prepare() left it
+    int file_slot = -1;             // of a ring's registered files, while in flight
     Clock::time_point due;          // of the backend: when the pause of the step is over
     std::unique_ptr<Request> next;  // of the queue that holds the request
 

@@ -3,7 +3,8 @@
 Guarantees
 ----------
 - Every call that can block releases the GIL; a `Job` runs on native threads only.
-- Memory is bounded by the `SlabPool`: when no slab is free, staging waits.
+- Memory is bounded by the `SlabPool`: when no slab is free, staging waits. `Engine.transfer`
+  needs none.
 - A failed operation raises `OSError` with errno, path in ``filename`` and, in ``strerror``,
   operation, offset and length. Nothing is retried after a failed sync. Wrong arguments raise
   `ValueError`.
@@ -170,6 +171,16 @@ class Engine:
         min(queue_depth, posix_threads).
     copy_threads
         Threads that fill slabs (write) or verify and scatter them (read).
+    submission_batch
+        Of io_uring, as are those below: most operations that one call submits; 0: all there are.
+    polled_submission
+        Whether a kernel thread takes submissions (SQPOLL).
+    registered_files
+        Whether files are registered with the ring. One of the last 64 that were used keeps its
+        space until the engine is closed, also if it is removed.
+    registered_memory
+        (address, bytes) of what is registered with the ring, at most 1 GiB each; it has to stay
+        there until the engine is closed.
     """
 
     def __init__(
@@ -180,6 +191,10 @@ class Engine:
         queue_depth: int,
         posix_threads: int = 4,
         copy_threads: int = 1,
+        submission_batch: int = 0,
+        polled_submission: bool = False,
+        registered_files: bool = False,
+        registered_memory: Sequence[tuple[int, int]] = (),
     ) -> None: ...
     @property
     def kind(self) -> str: ...
@@ -218,6 +233,26 @@ class Engine:
         With a `cache`, chunks that other processes of the node read are taken from there and those
         read here are offered; `file_keys` has the number of each file there, the same in every
         process and of no other file. It needs `expected`.
+        """
+
+    @property
+    def submit_calls(self) -> int:
+        """System calls so far that handed I/O to the kernel (SQPOLL: that may have)."""
+
+    def transfer(
+        self,
+        operation: str,
+        files: list[File],
+        file_number: npt.NDArray[np.int32],
+        start: npt.NDArray[np.int64],
+        length: npt.NDArray[np.int64],
+        address: npt.NDArray[np.uint64],
+    ) -> Job:
+        """I/O alone: ``"write"`` or ``"read"`` each range as one operation, straight between its
+        file and its address, in this order; no slab, no copy, no checksum.
+
+        What O_DIRECT asks of offset, length and address is the caller's affair: where it is not
+        met, the job fails with EINVAL.
         """
 
     def sync(self, file: File) -> Job:
