@@ -1,0 +1,1 @@
+"""The microbenchmark suite: workloads, I/O patterns, cases, and the runs that measure them."""
