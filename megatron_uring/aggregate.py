@@ -30,7 +30,12 @@ _SHARED_WELL = {
 
 
 def elect(
-    node_of_rank: Int32Array, *, aggregation: str, aggregators_per_node: int, file_system: str
+    node_of_rank: Int32Array,
+    *,
+    aggregation: str,
+    aggregators_per_node: int,
+    file_system: str,
+    probed: str = "auto",
 ) -> Groups:
     """Elect aggregators on every node.
 
@@ -44,8 +49,10 @@ def elect(
         Subfiles for each node in shared mode; a node with fewer ranks gets one for each of them.
     file_system
         Type name of the file system, for ``"auto"``.
+    probed
+        What a probe found to be clearly faster, for ``"auto"``; ``"auto"`` if it found nothing.
     """
-    mode, reason = _choose(aggregation, file_system)
+    mode, reason = _choose(aggregation, file_system, probed)
     size = len(node_of_rank)
     if mode == "rank":
         every = np.arange(size, dtype=np.int32)
@@ -59,9 +66,11 @@ def elect(
     return Groups(mode, reason, group_of_rank.astype(np.int32), aggregator.astype(np.int32))
 
 
-def _choose(aggregation: str, file_system: str) -> tuple[str, str]:
+def _choose(aggregation: str, file_system: str, probed: str) -> tuple[str, str]:
     if aggregation != "auto":
         return aggregation, "asked for"
+    if probed != "auto":
+        return probed, f"auto, a probe found it to be faster on {file_system}"
     if file_system in _SHARED_WELL:
         return "shared", _SHARED_WELL[file_system]
     return "rank", f"auto, a file for each rank on {file_system}"

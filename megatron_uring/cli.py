@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_uring.bench.suite.command import bench
 from megatron_uring.errors import CheckpointError
 
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -72,6 +73,9 @@ def probe(directory: str, as_json: bool) -> None:
     megatron_uring/probe.json below ~/.cache or XDG_CACHE_HOME; without that file it is forgotten.
     """
     sys.exit(_guarded(lambda: _probe(directory, as_json)))
+
+
+main.add_command(bench)
 
 
 def open_console(*, soft_wrap: bool = False) -> Console:
@@ -132,28 +136,16 @@ def _print_findings(findings: Any, ranks: int) -> None:
 
 def _probe(directory: str, as_json: bool) -> int:
     from megatron_uring import probing
+    from megatron_uring.bench import report
     from megatron_uring.config import Config
 
-    found = probing.probe(directory, Config.from_environment())
-    if as_json:
-        click.echo(json_module.dumps(dataclasses.asdict(found), indent=1))
-        return 0
-    table = Table("", "GB/s", "", box=None)
-    for name, rate in found.gb_per_s.items():
-        chosen = name == found.chosen
-        table.add_row(f"write, {name}", f"{rate:.2f}", "chosen" if chosen else "")
-    for name, rate in found.read_gb_per_s.items():
-        chosen = (name == "buffered") == found.buffered_reads
-        table.add_row(f"read, {name}", f"{rate:.2f}", "chosen" if chosen else "")
-    open_console().print(table)
-    more = round(100 * (probing.CLEARLY_FASTER - 1))
-    click.echo(f"something else than the default is chosen only if it is {more} % faster")
+    report.print_profile(probing.probe(directory, Config.from_environment()), as_json=as_json)
     return 0
 
 
 def _status(as_json: bool) -> int:
     import megatron_uring
-    from megatron_uring import stage
+    from megatron_uring import profiles, stage
     from megatron_uring.config import Config
 
     stage.open_engine(Config.from_environment(slab_count=1))
@@ -163,6 +155,8 @@ def _status(as_json: bool) -> int:
         return 0
     table = Table("what", "is", box=None)
     table.add_row("engine", ", ".join(found["engines"]))
+    for key, profile in found["profiles"].items():
+        table.add_row("probed", f"{key}: {profiles.describe(profile)}")
     for name, version in found["versions"].items():
         table.add_row(name, version)
     open_console().print(table)

@@ -23,7 +23,7 @@ from megatron_uring.columns import BoolArray, every, format_box, widen
 from megatron_uring.config import Config
 from megatron_uring.errors import StateMismatchError, UnsupportedError
 from megatron_uring.index_rules import Index
-from megatron_uring.layout import DTYPE_NAMES
+from megatron_uring.layout import BLOCK_BYTES, DTYPE_NAMES
 from megatron_uring.objects import deserialize_object
 from megatron_uring.overlap import in_terms_of
 from megatron_uring.progress import Clock
@@ -178,8 +178,8 @@ def _execute(
     if config.verify_first:
         passes.insert(0, stage.stage_nothing())
     direct = config.direct
-    if total >= read.DIRECT_FROM_BYTES:
-        direct = probing.direct_reads(directory, config)
+    if total >= BLOCK_BYTES:
+        direct = probing.direct_reads(directory, config, total)
     jobs = []
     with (
         read.open_subfiles(

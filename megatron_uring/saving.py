@@ -70,6 +70,7 @@ class Saving:
         self.groups: Groups = aggregate.elect(
             world.node_of_rank,
             aggregation=setting["aggregation"],
+            probed=setting["probed_aggregation"],
             aggregators_per_node=setting["aggregators_per_node"],
             file_system=setting["file_system"],
         )
@@ -103,6 +104,7 @@ class Saving:
                     "stripe_bytes": storage.stripe_bytes,
                     "file_system": storage.file_system,
                     "aggregation": config.aggregation,
+                    "probed_aggregation": tuned.aggregation,
                     "aggregators_per_node": config.aggregators_per_node,
                 }
         message = json.dumps(setting).encode() if world.rank == 0 else None

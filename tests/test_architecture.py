@@ -22,6 +22,7 @@ LAYERS = [
     {"checkpoint", "verify"},
     {"saving", "restoring"},
     {"structures", "probing"},
+    {"profiles"},
     STEPS,
     {"ownership", "index_rules", "tensors", "overlap"},
     {"tables", "progress", "nesting", "objects"},
@@ -34,6 +35,7 @@ INSIDE_A_LAYER = {
     ("__init__", "megatron"),  # the package offers the adapter's switch
     ("__main__", "cli"),
     ("cli", "__init__"),  # status() of the package
+    ("cli", "bench"),  # a command of its own
     ("bench", "megatron"),  # a row of its own: saves through Megatron
     ("index", "index_rules"),
 }

@@ -55,17 +55,32 @@ OF_A_MILLION = {
 
 
 def mpirun(module, *options):
+    return launch("-m", module, *options)
+
+
+def launch(*arguments):
+    """Python with these arguments, on two ranks."""
+    running = launched(*arguments)
+    try:
+        out, error = running.communicate(timeout=240)
+    except BaseException:
+        running.kill()
+        raise
+    return subprocess.CompletedProcess(arguments, running.returncode, out, error)
+
+
+def launched(*arguments):
+    """The same, running."""
     launchers = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MEGATRON_URING")
     env = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     env.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", OMP_NUM_THREADS="1")
     launcher = Path(sys.executable).with_name("mpirun")
-    words = [launcher, "--oversubscribe", "--bind-to", "none", "-n", 2, sys.executable, "-m"]
-    return subprocess.run(
-        [str(word) for word in [*words, module, *options]],
-        check=False,
-        capture_output=True,
+    words = [launcher, "--oversubscribe", "--bind-to", "none", "-n", 2, sys.executable]
+    return subprocess.Popen(
+        [str(word) for word in [*words, *arguments]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=240,
         env=env,
     )
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,8 @@ from megatron_uring import (
     cli,
     layout,
     probing,
+    profiles,
+    read,
     stage,
 )
 
@@ -24,7 +27,7 @@ from megatron_uring import (
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setattr(probing, "_remembered", {})
+    monkeypatch.setattr(profiles, "_remembered", {})
 
 
 @pytest.fixture
@@ -36,13 +39,15 @@ def timed(monkeypatch):
     def pretend(seconds, reads=None, posix=None):
         asked = []
 
-        def time_one(directory, config, source):
+        def time_one(directory, config, source, file_bytes):
             asked.append(config.slab_bytes >> 20)
             slow = posix is None or config.engine != "posix"
             return seconds[config.slab_bytes >> 20] if slow else posix
 
         monkeypatch.setattr(probing, "_time_write", time_one)
-        monkeypatch.setattr(probing, "_read_rates", lambda *_: reads or {})
+        large = 128 << 20
+        rates = {(mode, large): rate for mode, rate in (reads or {}).items()}
+        monkeypatch.setattr(probing, "_read_rates", lambda *_: rates)
         return asked
 
     return pretend
@@ -68,7 +73,8 @@ def test_a_real_probe_measures_each_candidate_and_leaves_nothing(tmp_path):
 def test_reads_are_measured_both_ways_where_files_are_direct(tmp_path, save):
     found = probing.probe(str(tmp_path), Config())
     direct = save({"a": 1}, str(tmp_path / "save")).direct
-    assert set(found.read_gb_per_s) == ({"direct", "buffered"} if direct else set())
+    both = {"direct, 128 MiB", "buffered, 128 MiB"}
+    assert set(found.read_gb_per_s) == (both if direct else set())
     assert all(rate > 0 for rate in found.read_gb_per_s.values())
     assert not probing.probe(str(tmp_path), Config(direct="off")).read_gb_per_s
 
@@ -77,22 +83,24 @@ def test_reads_are_measured_both_ways_where_files_are_direct(tmp_path, save):
     ("reads", "answer"),
     [
         ({"direct": 1.0, "buffered": 1.2}, "off"),
-        ({"direct": 1.0, "buffered": 1.1}, "auto"),
-        ({"direct": 1.0}, "auto"),  # there was no time for the other
-        ({}, "auto"),
+        ({"direct": 1.0, "buffered": 1.1}, "on"),
+        ({"direct": 1.0}, "on"),  # there was no time for the other
+        ({}, "on"),
     ],
 )
 def test_large_reads_are_buffered_where_that_was_clearly_faster(
     tmp_path, timed, monkeypatch, reads, answer
 ):
     timed({16: 1.0, 4: 1.0, 32: 1.0}, reads)
-    assert probing.direct_reads(str(tmp_path), Config()) == "auto"
+    large = read.DIRECT_FROM_BYTES
+    assert probing.direct_reads(str(tmp_path), Config(), large) == "auto"
     probing.probe(str(tmp_path), Config())
     for _ in range(2):
-        assert probing.direct_reads(str(tmp_path), Config()) == answer
-        assert probing.direct_reads(str(tmp_path), Config(direct="on")) == "on"
-        assert probing.direct_reads(str(tmp_path), Config(probe="off")) == "auto"
-        monkeypatch.setattr(probing, "_remembered", {})  # as in another process
+        assert probing.direct_reads(str(tmp_path), Config(), large) == answer
+        assert probing.direct_reads(str(tmp_path), Config(), large - 1) == "off"
+        assert probing.direct_reads(str(tmp_path), Config(direct="on"), large) == "on"
+        assert probing.direct_reads(str(tmp_path), Config(probe="off"), large) == "auto"
+        monkeypatch.setattr(profiles, "_remembered", {})  # as in another process
 
 
 @pytest.mark.parametrize("buffered_gb_per_s", [9.0, 1.0])
@@ -103,8 +111,8 @@ def test_a_large_restore_reads_as_the_probe_found_and_probes_nothing(
     report = save({"a": torch.ones(17 << 20)}, str(tmp_path))
     probing.probe(str(tmp_path), Config())
     assert bool(megatron_uring.restore(str(tmp_path))["a"].all())
-    read = checkpoint.last_reports()["restore"]
-    assert read.direct == (report.direct and buffered_gb_per_s < 2)
+    restored = checkpoint.last_reports()["restore"]
+    assert restored.direct == (report.direct and buffered_gb_per_s < 2)
     assert len(asked) == rounds()
 
 
@@ -124,10 +132,10 @@ def test_a_little_faster_is_not_enough(tmp_path, timed):
 
 def test_a_slow_disk_ends_the_probe_early_with_the_defaults(tmp_path, timed, monkeypatch):
     asked = timed({16: 1.0, 4: 0.1, 32: 0.1})
-    monkeypatch.setattr(probing, "BUDGET_S", -1.0)
-    assert probing.probe(str(tmp_path), Config()).apply(Config()) == Config()
+    hurried = replace(probing.SHORT, budget_s=-1.0)
+    assert probing.probe(str(tmp_path), Config(), hurried).apply(Config()) == Config()
     assert asked == []
-    assert probing._read_store() == {}
+    assert profiles._read_store() == {}
 
 
 def test_it_is_asked_once_for_each_file_system_and_kept_for_other_processes(
@@ -136,7 +144,7 @@ def test_it_is_asked_once_for_each_file_system_and_kept_for_other_processes(
     asked = timed({16: 1.0, 4: 1.0, 32: 0.1})
     first = probing.tune(str(tmp_path), Config(probe="on"), 0)
     assert first.slab_bytes == 32 << 20
-    monkeypatch.setattr(probing, "_remembered", {})  # as in another process
+    monkeypatch.setattr(profiles, "_remembered", {})  # as in another process
     assert probing.tune(str(tmp_path), Config(), 0).slab_bytes == 32 << 20
     assert len(asked) == rounds()
 
@@ -164,11 +172,11 @@ def test_by_itself_it_probes_before_large_saves_alone(tmp_path, timed, state_byt
 )
 def test_a_store_that_makes_no_sense_is_as_good_as_none(tmp_path, timed, text):
     timed({16: 1.0, 4: 1.0, 32: 0.1})
-    store = probing._store()
+    store = profiles.store_path()
     store.parent.mkdir()
     if text is None:
         sizes = {"slab_bytes": 5, "slab_count": 1, "queue_depth": 1, "gb_per_s": {}}
-        text = json.dumps({probing._key(str(tmp_path), Config()): sizes})
+        text = json.dumps({profiles._key(str(tmp_path), Config()): sizes})
     store.write_text(text)
     assert probing.tune(str(tmp_path), Config(), 0) == Config()
     assert probing.tune(str(tmp_path), Config(probe="on"), 0).slab_bytes == 32 << 20
@@ -250,3 +258,75 @@ def test_where_the_answer_cannot_be_kept_it_is_said(tmp_path, timed, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     probing.probe(str(tmp_path), Config())
     assert "this process only" in caplog.text
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("rates", "answer"),
+    [
+        # direct by size, buffered by size
+        ({256: (2.0, 1.0), 64: (2.0, 1.0), 16: (2.0, 1.0), 4: (1.0, 1.0)}, (16 * MIB, False)),
+        ({256: (2.0, 1.0), 64: (1.0, 1.1), 16: (1.1, 1.0), 4: (9.0, 1.0)}, (64 * MIB, False)),
+        ({256: (2.0, 1.0), 64: (1.0, 1.2), 16: (1.0, 2.0)}, (256 * MIB, False)),
+        ({256: (1.0, 1.2), 64: (2.0, 1.0), 16: (2.0, 1.0)}, (64 * MIB, True)),
+        ({256: (1.0, 1.0)}, (64 * MIB, False)),
+        ({}, (64 * MIB, False)),
+    ],
+)
+def test_reads_are_direct_from_where_that_is_clearly_faster(rates, answer):
+    measured = {}
+    for size, (direct, buffered) in rates.items():
+        measured[("direct", size * MIB)] = direct
+        measured[("buffered", size * MIB)] = buffered
+    assert probing._direct_threshold(measured) == answer
+
+
+def test_a_threshold_found_by_a_probe_decides_how_a_restore_reads(tmp_path, save):
+    report = save({"a": torch.ones(2 << 20)}, str(tmp_path))
+    for threshold, direct in ((4 * MIB, report.direct), (16 * MIB, False)):
+        found = profiles.Tuning(16 * MIB, 8, 8, {}, direct_from_bytes=threshold)
+        profiles.remember(str(tmp_path), Config(), found)
+        megatron_uring.restore(str(tmp_path))
+        assert checkpoint.last_reports()["restore"].direct == direct
+
+
+def test_a_thorough_probe_finds_buffered_writes_to_be_faster(tmp_path, timed, save, monkeypatch):
+    timed(dict.fromkeys((16, 1, 4, 32, 64), 1.0))
+    plain = probing._time_write
+    monkeypatch.setattr(
+        probing, "_time_write", lambda d, c, s, n: 0.1 if c.direct == "off" else plain(d, c, s, n)
+    )
+    found = probing.probe(str(tmp_path), Config(), probing.THOROUGH)
+    assert found.chosen == "buffered" and found.buffered_writes
+    assert not save({"a": 1}, str(tmp_path / "a"), config=Config()).direct
+    assert found.apply(Config(direct="on")).direct == "on"
+    assert probing.adopt(Config(direct="on"), {"direct": "off"}) == Config(direct="on")
+
+
+@pytest.mark.slow
+def test_a_thorough_probe_measures_all_within_half_a_minute(tmp_path):
+    began = time.monotonic()
+    found = probing.probe(str(tmp_path), Config(), probing.THOROUGH)
+    assert time.monotonic() - began < 30
+    assert {"buffered"} < set(found.gb_per_s) or not found.gb_per_s
+    assert os.listdir(tmp_path) == []
+
+
+def test_status_shows_what_is_remembered(tmp_path):
+    found = profiles.Tuning(4 * MIB, 32, 32, {}, direct_from_bytes=4 * MIB, aggregation="shared")
+    profiles.remember(str(tmp_path), Config(), found)
+    ((key, shown),) = megatron_uring.status()["profiles"].items()
+    assert key == profiles._key(str(tmp_path), Config()) and shown["slab_count"] == 32
+    printed = CliRunner().invoke(cli.main, ["status"]).output
+    assert "32 slabs of 4 MiB, depth 32, direct reads from 4 MiB on" in " ".join(printed.split())
+
+
+def test_a_save_aggregates_as_a_probe_found_unless_it_is_told_how(tmp_path, save):
+    found = profiles.Tuning(16 * MIB, 8, 8, {}, aggregation="shared")
+    profiles.remember(str(tmp_path), Config(), found)
+    report = save({"a": 1}, str(tmp_path / "a"), config=Config())
+    assert "shared: auto, a probe found it" in report.aggregation
+    report = save({"a": 1}, str(tmp_path / "b"), config=Config(aggregation="rank"))
+    assert report.aggregation == "rank: asked for"

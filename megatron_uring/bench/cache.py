@@ -24,6 +24,7 @@ import time
 import numpy as np
 
 from megatron_uring.comm import Communicator
+from megatron_uring.progress import step
 
 _DROP_CACHES = "/proc/sys/vm/drop_caches"
 _CHUNK_BYTES = 16 << 20
@@ -35,10 +36,26 @@ _PAUSE_S = 0.05
 
 
 def drop_caches(world: Communicator, folder: str) -> str:
-    """Drop what is cached of the files in `folder`; on rank 0, for all. Returns how."""
+    """Drop what is cached of the files in `folder`, on every node; collective. Returns how."""
     world.barrier()
-    how = _drop(folder) if world.rank == 0 else ""
+    how = ""
+    with step(world, "drop caches"):
+        if _first_of_its_node(world):
+            how = _drop(folder)
     return world.broadcast(how.encode() if world.rank == 0 else None).decode()
+
+
+def write_back(world: Communicator) -> None:
+    """Leave nothing to write back on any node; collective."""
+    if _first_of_its_node(world):
+        os.sync()
+    world.barrier()
+
+
+def _first_of_its_node(world: Communicator) -> bool:
+    """Whether this rank speaks for the caches of its node."""
+    node = world.node_of_rank[world.rank]
+    return int(np.flatnonzero(world.node_of_rank == node)[0]) == world.rank
 
 
 def _drop(folder: str) -> str:
@@ -69,14 +86,14 @@ def touch(world: Communicator, folder: str, bytes_per_rank: int) -> None:
     """
     chunk = memoryview(bytearray(_CHUNK_BYTES))
     path = os.path.join(folder, f"touch.{world.rank}")
-    try:
-        with open(path, "wb", buffering=0) as file:
-            for start in range(0, bytes_per_rank, _CHUNK_BYTES):
-                file.write(chunk[: bytes_per_rank - start])
-    finally:
-        if os.path.exists(path):
-            os.unlink(path)
-    world.barrier()
+    with step(world, "touch the page cache"):
+        try:
+            with open(path, "wb", buffering=0) as file:
+                for start in range(0, bytes_per_rank, _CHUNK_BYTES):
+                    file.write(chunk[: bytes_per_rank - start])
+        finally:
+            if os.path.exists(path):
+                os.unlink(path)
 
 
 def settle(world: Communicator, bytes_per_rank: int, limit_s: float = _SETTLE_S) -> bool:

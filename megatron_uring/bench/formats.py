@@ -17,12 +17,14 @@ from megatron_uring.bench.measure import OURS
 from megatron_uring.bench.state import State
 from megatron_uring.comm import Communicator
 from megatron_uring.config import MEBIBYTE, Config
+from megatron_uring.nesting import flatten
 from megatron_uring.providers import Shard
 
 Action = Callable[[str], None]
 DEFAULT = "ours, default"
 RANK_IO_URING = "ours, rank io_uring"
 RANK_POSIX = "ours, rank posix"
+SHARED_IO_URING = "ours, shared io_uring"
 SHARING_ON, SHARING_OFF = "ours, sharing on", "ours, sharing off"
 
 
@@ -39,6 +41,8 @@ class Format:
     saver, loader
         Take a state, and return what writes it to, or fills it from, a folder; collective. The
         folder exists and is empty when it is written to.
+    native
+        Whether its files are opened, written and read by our engine.
     """
 
     what: str
@@ -46,6 +50,7 @@ class Format:
     saver: Callable[[State], Action]
     loader: Callable[[State], Action]
     page_cache: bool = True
+    native: bool = False
 
 
 def our_format(what: str, config: Config, world: Communicator) -> Format:
@@ -67,7 +72,23 @@ def our_format(what: str, config: Config, world: Communicator) -> Format:
 
         return load
 
-    return Format(what, OURS, saver, loader, page_cache=config.direct == "off")
+    return Format(what, OURS, saver, loader, page_cache=config.direct == "off", native=True)
+
+
+def our_new_loads(world: Communicator) -> Format:
+    """The default configuration, into tensors that the restore has to allocate."""
+    one = our_format("ours, new tensors", Config(probe="off"), world)
+
+    def loader(into: State) -> Action:
+        stage.close_engines()
+        keys = [key for key, _ in flatten(dict(into.tensors))]
+
+        def load(folder: str) -> None:
+            into.tensors.update(checkpoint.restore(folder, keys=keys, config=Config(probe="off")))
+
+        return load
+
+    return replace(one, loader=loader)
 
 
 def _fresh_shards(state: State) -> dict[str, Shard]:
@@ -76,16 +97,18 @@ def _fresh_shards(state: State) -> dict[str, Shard]:
     return state.shards()
 
 
-def our_saves(world: Communicator) -> list[Format]:
-    """The default configuration, and each choice in it made by hand."""
+def our_saves(world: Communicator, *, probe: str = Config.probe) -> list[Format]:
+    """The default configuration, and each choice in it made by hand; `probe` as in `Config`."""
     choices = {
         DEFAULT: Config(),
         RANK_IO_URING: Config(aggregation="rank", engine="io_uring"),
-        "ours, shared io_uring": Config(aggregation="shared", engine="io_uring"),
+        SHARED_IO_URING: Config(aggregation="shared", engine="io_uring"),
         RANK_POSIX: Config(aggregation="rank", engine="posix"),
         "ours, rank buffered": Config(aggregation="rank", direct="off"),
     }
-    return [our_format(what, config, world) for what, config in choices.items()]
+    return [
+        our_format(what, replace(config, probe=probe), world) for what, config in choices.items()
+    ]
 
 
 def our_options(world: Communicator) -> list[Format]:
@@ -115,12 +138,14 @@ def our_sharing_loads(world: Communicator) -> list[Format]:
     return [our_format(what, config, world) for what, config in choices.items()]
 
 
-def our_loads(world: Communicator) -> list[Format]:
-    """The default configuration, buffered reads, and the other engine."""
+def our_loads(world: Communicator, *, probe: str = Config.probe) -> list[Format]:
+    """The default configuration, buffered reads, and the other engine; `probe` as in `Config`."""
     choices = {
         DEFAULT: Config(),
         "ours, direct": Config(direct="on"),
         "ours, buffered": Config(direct="off"),
         "ours, posix": Config(engine="posix"),
     }
-    return [our_format(what, config, world) for what, config in choices.items()]
+    return [
+        our_format(what, replace(config, probe=probe), world) for what, config in choices.items()
+    ]

@@ -24,6 +24,7 @@ from megatron_uring.bench.formats import Action, Format
 from megatron_uring.bench.measure import PEER, UnavailableError
 from megatron_uring.bench.state import State
 from megatron_uring.comm import Communicator
+from megatron_uring.progress import step
 
 THREADS = 2  # of a rank, where a peer has a choice
 
@@ -56,7 +57,8 @@ def missing_requirements() -> list[str]:
     return found
 
 
-def _module(name: str) -> Any:
+def load_module(name: str) -> Any:
+    """Import a peer, or say that it is not installed."""
     if importlib.util.find_spec(name.split(".", maxsplit=1)[0]) is None:
         raise UnavailableError("not installed")
     return importlib.import_module(name)
@@ -68,7 +70,7 @@ def _require_group(no_group: str) -> None:
         raise UnavailableError(f"torch.distributed is not initialised: {no_group}")
 
 
-def _sync_folder(folder: str, world: Communicator) -> None:
+def sync_folder(folder: str, world: Communicator) -> None:
     """Sync all files in turns, then the folders; what was synced before costs nothing."""
     files, folders = [], []
     for path, _, names in os.walk(folder):
@@ -132,7 +134,7 @@ def _torch_loader(path: str, *, memory_map: bool) -> Callable[[State], Action]:
 def _distributed_checkpoint(_: Communicator, no_group: str) -> Format:
     def saver(state: State) -> Action:
         _require_group(no_group)
-        dcp = _module("torch.distributed.checkpoint")
+        dcp = load_module("torch.distributed.checkpoint")
 
         def save(folder: str) -> None:
             writer = dcp.FileSystemWriter(folder, sync_files=True, thread_count=THREADS)
@@ -141,7 +143,7 @@ def _distributed_checkpoint(_: Communicator, no_group: str) -> Format:
         return save
 
     def loader(into: State) -> Action:
-        dcp = _module("torch.distributed.checkpoint")
+        dcp = load_module("torch.distributed.checkpoint")
 
         def load(folder: str) -> None:
             dcp.load(dict(into.tensors), storage_reader=dcp.FileSystemReader(folder))
@@ -154,17 +156,17 @@ def _distributed_checkpoint(_: Communicator, no_group: str) -> Format:
 def _torchsnapshot(world: Communicator, no_group: str) -> Format:
     def saver(state: State) -> Action:
         _require_group(no_group)
-        module = _module("torchsnapshot")
+        module = load_module("torchsnapshot")
         application = {"state": module.StateDict(**state.tensors)}
 
         def save(folder: str) -> None:
             module.Snapshot.take(folder, application)
-            _sync_folder(folder, world)
+            sync_folder(folder, world)
 
         return save
 
     def loader(into: State) -> Action:
-        module = _module("torchsnapshot")
+        module = load_module("torchsnapshot")
         application = {"state": module.StateDict(**into.tensors)}
 
         def load(folder: str) -> None:
@@ -178,8 +180,8 @@ def _torchsnapshot(world: Communicator, no_group: str) -> Format:
 def _torch_checkpointing(world: Communicator, no_group: str) -> Format:
     def manager() -> Any:
         _require_group(no_group)
-        module = _module("torch_checkpointing")
-        storage = _module("torch_checkpointing.storage.filesystem")
+        module = load_module("torch_checkpointing")
+        storage = load_module("torch_checkpointing.storage.filesystem")
         # its O_DIRECT writes are not aligned, which ext4 and XFS refuse with EINVAL
         config = module.CheckpointManager.Config(
             save=module.SyncCheckpointSaverConfig(
@@ -203,9 +205,9 @@ def _torch_checkpointing(world: Communicator, no_group: str) -> Format:
         def save(folder: str) -> None:
             # it renames onto a path that is not there
             path = os.path.join(folder, "checkpoint")
-            built.save(path, payload)
-            world.barrier()
-            _sync_folder(folder, world)
+            with step(world, "save"):  # a rank that fails must not leave the others waiting
+                built.save(path, payload)
+            sync_folder(folder, world)
 
         return save
 
@@ -228,7 +230,7 @@ def _megatron(world: Communicator, no_group: str) -> Format:
     def saver(state: State) -> Action:
         _require_group(no_group)
         with megatron_on_host() as megatron:
-            strategies = _module("megatron.core.dist_checkpointing.strategies.torch")
+            strategies = load_module("megatron.core.dist_checkpointing.strategies.torch")
             strategy = strategies.TorchDistSaveShardedStrategy(
                 "torch_dist", 1, thread_count=THREADS, cached_metadata=True
             )
@@ -237,7 +239,7 @@ def _megatron(world: Communicator, no_group: str) -> Format:
         def save(folder: str) -> None:
             with megatron_on_host():
                 megatron.save(sharded, folder, strategy, validate_access_integrity=False)
-            _sync_folder(folder, world)
+            sync_folder(folder, world)
 
         return save
 
@@ -263,11 +265,11 @@ def megatron_state(megatron: Any, state: State, prefix: str = "") -> dict[str, A
 @contextlib.contextmanager
 def megatron_on_host() -> Iterator[Any]:
     """``megatron.core.dist_checkpointing``, which may be called within, without CUDA too."""
-    megatron = _module("megatron.core.dist_checkpointing")
+    megatron = load_module("megatron.core.dist_checkpointing")
     if torch.cuda.is_available():
         yield megatron
         return
-    saver = _module("megatron.core.dist_checkpointing.strategies.state_dict_saver")
+    saver = load_module("megatron.core.dist_checkpointing.strategies.state_dict_saver")
     with (
         mock.patch.object(torch.cuda, "current_device", lambda: "cpu"),
         mock.patch.object(torch.cuda, "synchronize", lambda *_: None),

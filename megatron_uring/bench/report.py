@@ -14,11 +14,14 @@ import json
 import os
 import platform
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
 from megatron_uring import write
 from megatron_uring.bench.summary import GIGABYTE, MEGABYTE, Summary
+from megatron_uring.probing import CLEARLY_FASTER
+from megatron_uring.profiles import Tuning, describe
 
 _WIDTH = 100
 _COLUMNS = {
@@ -104,6 +107,25 @@ def print_figures(figures: dict[str, Any]) -> None:
         for name, value in figures.items()
     ]
     _print_table("figures", ["", "value"], rows, 32)
+
+
+def print_profile(found: Tuning, *, as_json: bool) -> None:
+    """What a probe measured and chose."""
+    if as_json:
+        print(json.dumps(asdict(found), indent=1))
+        return
+    rows = [
+        [f"write, {name}", f"{rate:.2f}", "chosen" if name == found.chosen else ""]
+        for name, rate in found.gb_per_s.items()
+    ]
+    rows += [
+        [f"read, {name}", f"{rate:.2f}", "chosen" if found.reads_as(name) else ""]
+        for name, rate in found.read_gb_per_s.items()
+    ]
+    _print_table("", ["", "GB/s", ""], rows, 24)
+    more = round(100 * (CLEARLY_FASTER - 1))
+    print(f"something else than the default is chosen only if it is {more} % faster")
+    print(f"from now on: {describe(asdict(found))}")
 
 
 def _print_table(title: str, headings: list[str], rows: list[list[str]], name_width: int) -> None:

@@ -45,6 +45,7 @@ from megatron_uring.bench.state import State, tiny_and_large_state
 from megatron_uring.comm import Communicator
 from megatron_uring.config import Config
 from megatron_uring.megatron.switch import disable, enable
+from megatron_uring.progress import step
 
 FOLDER = "megatron_uring_bench"  # made in the directory that is measured
 LARGE, SMALL, RESTORE, TINY = "large", "small", "restore", "tiny"
@@ -297,11 +298,11 @@ class Bench:
 def empty_folder(world: Communicator, folder: str) -> None:
     """An empty folder, and nothing left to write back; collective."""
     world.barrier()
-    if world.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.makedirs(folder)
-        os.sync()
-    world.barrier()
+    with step(world, "empty folder"):
+        if world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.makedirs(folder, exist_ok=True)
+    cache.write_back(world)
 
 
 class _Once:

@@ -58,7 +58,7 @@ def run(options: Options, keep: Callable[[dict[str, Any]], None]) -> dict[str, A
 
     config = Config.from_environment()
     world = comm.connect(config.timeout_s, config.communicator)
-    no_group = measure.attempt(world, lambda: _join_torch(world))
+    no_group = measure.attempt(world, lambda: join_torch(world))
     folder = os.path.join(os.path.abspath(options.directory), FOLDER)
     formats = peers.peers(list(options.peers), world, no_group)
     bench = Bench(world, folder, options.trials, formats, _progress(world.rank))
@@ -180,8 +180,8 @@ def failures(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _join_torch(world: Any) -> None:
-    """torch.distributed over gloo, for the peers: the same ranks as `world`."""
+def join_torch(world: Any) -> None:
+    """torch.distributed over gloo, for the peers: the same ranks as `world`; collective."""
     import datetime
 
     import torch.distributed
@@ -263,8 +263,8 @@ def main(peers: str, sections: str, scale_shards: str, json_path: str | None, **
 
     warnings.simplefilter("ignore")  # what peers warn of is not about this measurement
     options = Options(
-        peers=_choose(peers, list(NAMES), "--peers"),
-        sections=_choose(sections, list(SECTIONS), "--sections"),
+        peers=choose(peers, list(NAMES), "--peers"),
+        sections=choose(sections, list(SECTIONS), "--sections"),
         scale_shards=scale.parse_sizes(scale_shards, "--scale-shards"),
         **rest,
     )
@@ -285,7 +285,8 @@ def main(peers: str, sections: str, scale_shards: str, json_path: str | None, **
         sys.exit(1)
 
 
-def _choose(text: str, known: list[str], option: str) -> list[str]:
+def choose(text: str, known: list[str], option: str) -> list[str]:
+    """Names with commas between them, ``"all"`` or ``"none"``; each has to be known."""
     if text == "all":
         return known
     names = [name.strip() for name in text.split(",") if name.strip() and name.strip() != "none"]

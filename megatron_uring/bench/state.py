@@ -9,7 +9,7 @@ Guarantees
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 
 from megatron_uring import _engine
 from megatron_uring.bench.measure import DifferentError
+from megatron_uring.columns import Int64Array
 from megatron_uring.config import MEBIBYTE
 from megatron_uring.providers import Shard
 
@@ -74,6 +75,13 @@ def large_state(rank: int, gigabytes: float, tensor_bytes: int = LARGE_BYTES) ->
     count = max(1, round(gigabytes * 1e9 / tensor_bytes))
     fill = _filler(rank)
     return State({f"rank{rank}/tensor{n}": fill(tensor_bytes) for n in range(count)})
+
+
+def workload_state(rank: int, names: Sequence[str], tensor_bytes: Int64Array) -> State:
+    """uint8 tensors of these names and sizes, int64 [tensors]."""
+    fill = _filler(rank)
+    sizes = zip(names, tensor_bytes.tolist(), strict=True)
+    return State({f"rank{rank}/{name}": fill(size) for name, size in sizes})
 
 
 def small_state(rank: int, count: int) -> State:

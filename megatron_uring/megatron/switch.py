@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_uring import checkpoint, stage
+from megatron_uring import checkpoint, profiles, stage
 from megatron_uring.config import Config, switched_off
 from megatron_uring.errors import UnsupportedError
 
@@ -97,7 +97,8 @@ def status() -> dict[str, Any]:
     dict
         ``enabled``, ``reason``, ``options``, ``saves``, ``loads`` (calls that our code served),
         ``bypassed_saves`` (saves that Megatron or another strategy wrote), ``patched`` (names),
-        ``engines``, ``last_save``, ``last_restore`` (`Report` fields or None) and ``versions``.
+        ``engines``, ``last_save``, ``last_restore`` (`Report` fields or None), ``profiles`` (what
+        probes found, by machine and file system) and ``versions``.
     """
     installed = _switch.installed
     counts = installed.counts if installed is not None else None
@@ -113,6 +114,7 @@ def status() -> dict[str, Any]:
         "engines": stage.running_engines(),
         "last_save": _fields(reports.get("save")),
         "last_restore": _fields(reports.get("restore")),
+        "profiles": profiles.known(),
         "versions": _versions(),
     }
 

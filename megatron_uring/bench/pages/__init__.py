@@ -1,0 +1,1 @@
+"""From results to pages: what differs from what, answers, a recommendation, pictures."""
