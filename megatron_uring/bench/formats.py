@@ -25,6 +25,7 @@ DEFAULT = "ours, default"
 RANK_IO_URING = "ours, rank io_uring"
 RANK_POSIX = "ours, rank posix"
 SHARED_IO_URING = "ours, shared io_uring"
+NEW_TENSORS = "ours, new tensors"
 SHARING_ON, SHARING_OFF = "ours, sharing on", "ours, sharing off"
 
 
@@ -77,7 +78,7 @@ def our_format(what: str, config: Config, world: Communicator) -> Format:
 
 def our_new_loads(world: Communicator) -> Format:
     """The default configuration, into tensors that the restore has to allocate."""
-    one = our_format("ours, new tensors", Config(probe="off"), world)
+    one = our_format(NEW_TENSORS, Config(probe="off"), world)
 
     def loader(into: State) -> Action:
         stage.close_engines()

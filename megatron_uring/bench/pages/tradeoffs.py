@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from megatron_uring.bench.formats import DEFAULT, NEW_TENSORS
 from megatron_uring.bench.pages.answering import (
     MODES,
     NO_CLAIM,
@@ -33,7 +34,7 @@ from megatron_uring.bench.pages.comparing import (
     sweeps,
 )
 from megatron_uring.bench.pages.measured import Case, mode, select, size, trials
-from megatron_uring.bench.suite.results import READ
+from megatron_uring.bench.suite.results import OURS, PATTERN, READ
 from megatron_uring.config import Config
 
 ENGINES = ("io_uring", "posix")
@@ -131,11 +132,15 @@ POOL_AXES = (
 def allocation(cases: Sequence[Case]) -> Answer:
     """The share of a restore that goes into memory which is new."""
     rows = select(cases, "restore", operation=READ)
-    points = [_share(case) for case in rows if case.phase_s("allocate") > 0]
+    # torch allocates without touching: what new tensors cost is within the scatter of ours
+    points = [_share(c) for c in rows if c.kind == PATTERN and c.phase_s("allocate") > 0]
     found = [
         Comparison(_STAGING[str(case.axes["staging"])], case, other)
         for case, other in pairs(rows, "memory", "new", "reused")
     ]
+    ours = {case.title: case for case in rows if case.kind == OURS}
+    if {NEW_TENSORS, DEFAULT} <= set(ours):
+        found.append(Comparison("restores by megatron_uring", ours[NEW_TENSORS], ours[DEFAULT]))
     answer = without_claim(
         "allocation",
         "What share of a restore is allocation?",

@@ -28,7 +28,7 @@ from megatron_uring.bench.suite.results import Record
 from megatron_uring.bench.suite.run import Watcher
 
 _LINE_EVERY_S = 10.0
-_CASE_CHARACTERS = 46
+_CASE_CHARACTERS = 38
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ class BarWatcher(Watcher):
         console = Console(stderr=True, force_terminal=True, highlight=False, emoji=False)
         self._progress = Progress(
             TextColumn(f"{{task.description:<{_CASE_CHARACTERS}}}"),
-            BarColumn(bar_width=None),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(elapsed_when_finished=False),
