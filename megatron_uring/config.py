@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from megatron_uring.errors import UnsupportedError
 
-MEBIBYTE = 1 << 20
+KIBIBYTE, MEBIBYTE, GIBIBYTE = 1 << 10, 1 << 20, 1 << 30
 _SWITCH_WORDS = {
     **dict.fromkeys(("1", "true", "on", "yes"), True),
     **dict.fromkeys(("0", "false", "off", "no"), False),

@@ -1,6 +1,7 @@
 """Fixtures that the test modules share: both engines, one process as the world, real files."""
 
 import os
+import subprocess
 
 import numpy as np
 import pytest
@@ -49,6 +50,25 @@ def posix():
 @pytest.fixture
 def world():
     return SingleCommunicator(30.0, "test", "host")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Makes a file system of its own of the size that it is told; skips without the right to."""
+    mounted = []
+
+    def mount(size):
+        place = tmp_path / f"disk{len(mounted)}"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(place)]
+        if subprocess.run(command, check=False, capture_output=True).returncode:
+            pytest.skip("no right to mount")
+        mounted.append(place)
+        return place
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", str(place)], check=True)
 
 
 @pytest.fixture

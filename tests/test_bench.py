@@ -443,9 +443,9 @@ def test_the_folder_is_removed_however_the_run_ends(tmp_path, end):
     program = textwrap.dedent("""
         import os, signal, sys
         from megatron_uring import comm
-        from megatron_uring.bench.sections import Bench
+        from megatron_uring.bench.sections import removed_in_the_end
         world = comm.connect(30.0, "auto")
-        with Bench(world, sys.argv[1], 1, []).removed_in_the_end():
+        with removed_in_the_end(world, sys.argv[1]):
             os.makedirs(sys.argv[1] + "/save")
             if sys.argv[2] == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -28,9 +28,10 @@ from megatron_uring.bench.pages.comparing import (
     chance,
     pairs,
 )
-from megatron_uring.bench.pages.measured import newest_run, size, summarize
+from megatron_uring.bench.pages.measured import newest_run, summarize
 from megatron_uring.bench.pages.page import write_report
 from megatron_uring.bench.suite.results import Record, ResultsError
+from megatron_uring.bench.summary import size
 
 MIB = 1 << 20
 LARGE, SMALL = 16 * MIB, 64 << 10

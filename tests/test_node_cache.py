@@ -200,23 +200,16 @@ def test_what_no_other_process_wants_costs_no_shared_memory(config, shared_path,
     assert used < MIB, "slots were filled"
 
 
-def test_too_little_shared_memory_is_as_good_as_none(config, tmp_path, blocks):
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(place)]
-    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("no right to mount")
-    try:
-        path = str(place / "cache")
-        first = Reader(config.engine, blocks, attach(path, slots=32))
-        second = Reader(config.engine, blocks, attach(path, slots=32))
-        second.finish(second.start())  # wants the file
-        first.finish(first.start())
-        assert second.finish(second.start()) <= SLOT_BYTES  # what there was room for
-        del first, second
-        assert os.listdir(place) == []
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
+def test_too_little_shared_memory_is_as_good_as_none(config, small_disk, blocks):
+    place = small_disk("3m")
+    path = str(place / "cache")
+    first = Reader(config.engine, blocks, attach(path, slots=32))
+    second = Reader(config.engine, blocks, attach(path, slots=32))
+    second.finish(second.start())  # wants the file
+    first.finish(first.start())
+    assert second.finish(second.start()) <= SLOT_BYTES  # what there was room for
+    del first, second
+    assert os.listdir(place) == []
 
 
 def test_a_cache_beyond_all_memory_is_an_error_and_leaves_nothing(shared_path):

@@ -16,11 +16,11 @@ from click.testing import CliRunner
 
 from megatron_uring import _engine, cli
 from megatron_uring.bench import measure
-from megatron_uring.bench.suite import counting, results, suites
+from megatron_uring.bench.suite import GROUPS, counting, results, suites
 from megatron_uring.bench.suite.command import bench
 from megatron_uring.bench.suite.results import ResultsError, append_record, read_results
 from megatron_uring.bench.suite.run import DiskFullError, Run, Watcher
-from megatron_uring.bench.suite.suites import FULL, GROUPS, QUICK, Ground
+from megatron_uring.bench.suite.suites import FULL, QUICK, Ground
 from megatron_uring.comm import SingleCommunicator
 
 MIB = 1 << 20
@@ -474,40 +474,33 @@ def test_what_fails_on_one_rank_fails_on_both_and_the_run_goes_on(tmp_path, faul
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_two_ranks_share_files_and_a_full_disk_ends_both(tmp_path):
+def test_two_ranks_share_files_and_a_full_disk_ends_both(tmp_path, small_disk):
     from tests.test_bench import launched, mpirun
 
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=96m", "none", str(place)]
-    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("no right to mount")
-    try:
-        options = ["--directory", str(place), "--output", str(tmp_path / "out"), "--peers", "none"]
-        sizes = ["--mebibytes-per-rank", "8", "--trials", "1", "--progress", "off"]
-        good = mpirun("megatron_uring", "bench", "quick", *options, *sizes, "--groups", "patterns")
-        assert good.returncode == 0, good.stderr
-        records = read_results(str(tmp_path / "out" / "results.jsonl")).records
-        assert {one.ranks for one in records} == {2} and not [r for r in records if r.error]
-        path = tmp_path / "out" / "results.jsonl"
-        lines = path.read_text().count("\n")
-        options += ["--mebibytes-per-rank", "8", "--trials", "1000", "--progress", "off"]
-        running = launched("-m", "megatron_uring", "bench", "quick", *options, "--groups", "size")
-        # somebody else fills the disk while it runs
-        until = time.monotonic() + 120
-        while path.read_text().count("\n") < lines + 6:
-            assert running.poll() is None and time.monotonic() < until
-            time.sleep(0.02)
-        with contextlib.suppress(OSError), open(place / "filler", "wb") as file:
-            while True:
-                file.write(b"x" * 65536)
-        _, said = running.communicate(timeout=60)
-        assert running.returncode != 0
-        assert "bench:" in said and "No space left on device" in said and str(path) in said
-        assert os.listdir(place) == ["filler"]
-        assert "No space left" in read_results(str(path)).records[-1].error
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
+    place = small_disk("96m")
+    options = ["--directory", str(place), "--output", str(tmp_path / "out"), "--peers", "none"]
+    sizes = ["--mebibytes-per-rank", "8", "--trials", "1", "--progress", "off"]
+    good = mpirun("megatron_uring", "bench", "quick", *options, *sizes, "--groups", "patterns")
+    assert good.returncode == 0, good.stderr
+    records = read_results(str(tmp_path / "out" / "results.jsonl")).records
+    assert {one.ranks for one in records} == {2} and not [r for r in records if r.error]
+    path = tmp_path / "out" / "results.jsonl"
+    lines = path.read_text().count("\n")
+    options += ["--mebibytes-per-rank", "8", "--trials", "1000", "--progress", "off"]
+    running = launched("-m", "megatron_uring", "bench", "quick", *options, "--groups", "size")
+    # somebody else fills the disk while it runs
+    until = time.monotonic() + 120
+    while path.read_text().count("\n") < lines + 6:
+        assert running.poll() is None and time.monotonic() < until
+        time.sleep(0.02)
+    with contextlib.suppress(OSError), open(place / "filler", "wb") as file:
+        while True:
+            file.write(b"x" * 65536)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode != 0
+    assert "bench:" in said and "No space left on device" in said and str(path) in said
+    assert os.listdir(place) == ["filler"]
+    assert "No space left" in read_results(str(path)).records[-1].error
 
 
 def test_errors_have_a_line_for_humans():

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_uring import comm
 from megatron_uring.bench import peers, report, state, summary
-from megatron_uring.bench.sections import FOLDER, LARGE, Bench
+from megatron_uring.bench.sections import FOLDER, LARGE, Bench, removed_in_the_end
 from megatron_uring.config import Config
 
 
@@ -43,7 +43,7 @@ def run(
     folder = os.path.join(os.path.abspath(directory), FOLDER)
     bench = Bench(world, folder, trials, peers.peers(["torch_save"], world, ""))
     large = state.large_state(world.rank, gigabytes_per_rank, tensor_bytes)
-    with bench.removed_in_the_end():
+    with removed_in_the_end(world, folder):
         rows = bench.save_section(LARGE, large, with_limit=False)
     if world.rank != 0:
         return None

@@ -64,7 +64,8 @@ def load_module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def _require_group(no_group: str) -> None:
+def require_group(no_group: str) -> None:
+    """Raise `UnavailableError` if there is a reason why torch.distributed is not initialised."""
     # without a group these libraries would write one rank's state over the other's
     if no_group:
         raise UnavailableError(f"torch.distributed is not initialised: {no_group}")
@@ -133,7 +134,7 @@ def _torch_loader(path: str, *, memory_map: bool) -> Callable[[State], Action]:
 
 def _distributed_checkpoint(_: Communicator, no_group: str) -> Format:
     def saver(state: State) -> Action:
-        _require_group(no_group)
+        require_group(no_group)
         dcp = load_module("torch.distributed.checkpoint")
 
         def save(folder: str) -> None:
@@ -155,7 +156,7 @@ def _distributed_checkpoint(_: Communicator, no_group: str) -> Format:
 
 def _torchsnapshot(world: Communicator, no_group: str) -> Format:
     def saver(state: State) -> Action:
-        _require_group(no_group)
+        require_group(no_group)
         module = load_module("torchsnapshot")
         application = {"state": module.StateDict(**state.tensors)}
 
@@ -179,7 +180,7 @@ def _torchsnapshot(world: Communicator, no_group: str) -> Format:
 
 def _torch_checkpointing(world: Communicator, no_group: str) -> Format:
     def manager() -> Any:
-        _require_group(no_group)
+        require_group(no_group)
         module = load_module("torch_checkpointing")
         storage = load_module("torch_checkpointing.storage.filesystem")
         # its O_DIRECT writes are not aligned, which ext4 and XFS refuse with EINVAL
@@ -228,7 +229,7 @@ def _torch_checkpointing(world: Communicator, no_group: str) -> Format:
 
 def _megatron(world: Communicator, no_group: str) -> Format:
     def saver(state: State) -> Action:
-        _require_group(no_group)
+        require_group(no_group)
         with megatron_on_host() as megatron:
             strategies = load_module("megatron.core.dist_checkpointing.strategies.torch")
             strategy = strategies.TorchDistSaveShardedStrategy(

@@ -265,34 +265,35 @@ class Bench:
         said = self.world.broadcast(str(works).encode() if self.world.rank == 0 else None)
         return said == b"True"
 
-    @contextlib.contextmanager
-    def removed_in_the_end(self) -> Iterator[None]:
-        """The folder is removed, also if this process is killed: mpirun, when it is interrupted,
-        gives its ranks less time than that takes.
-
-        A shell waits for this process to end, outside of its process group.
-        """
-        if self.world.rank != 0:
-            yield
-            return
-        watcher = subprocess.Popen(
-            ["sh", "-c", _REMOVE_AT_END, "sh", self.folder],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            yield
-        finally:
-            watcher.communicate()
-
     def _remove(self, folder: str) -> None:
         self.world.barrier()
         if self.world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
             os.sync()
         self.world.barrier()
+
+
+@contextlib.contextmanager
+def removed_in_the_end(world: Communicator, folder: str) -> Iterator[None]:
+    """`folder` is removed, also if this process is killed: mpirun, when it is interrupted, gives
+    its ranks less time than that takes.
+
+    A shell waits for this process to end, outside of its process group.
+    """
+    if world.rank != 0:
+        yield
+        return
+    watcher = subprocess.Popen(
+        ["sh", "-c", _REMOVE_AT_END, "sh", folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        watcher.communicate()
 
 
 def empty_folder(world: Communicator, folder: str) -> None:

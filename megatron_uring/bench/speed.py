@@ -53,7 +53,7 @@ def run(options: Options, keep: Callable[[dict[str, Any]], None]) -> dict[str, A
     """
     from megatron_uring import comm
     from megatron_uring.bench import measure, peers
-    from megatron_uring.bench.sections import FOLDER, Bench
+    from megatron_uring.bench.sections import FOLDER, Bench, removed_in_the_end
     from megatron_uring.config import Config
 
     config = Config.from_environment()
@@ -64,7 +64,7 @@ def run(options: Options, keep: Callable[[dict[str, Any]], None]) -> dict[str, A
     bench = Bench(world, folder, options.trials, formats, _progress(world.rank))
     rows: list[measure.Row] = []
     points: list[dict[str, Any]] = []
-    with bench.removed_in_the_end():
+    with removed_in_the_end(world, folder):
         for section in options.sections:
             measured = _measure_section(bench, section, options)
             _release_memory()

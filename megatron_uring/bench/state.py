@@ -18,10 +18,9 @@ import torch
 from megatron_uring import _engine
 from megatron_uring.bench.measure import DifferentError
 from megatron_uring.columns import Int64Array
-from megatron_uring.config import MEBIBYTE
+from megatron_uring.config import KIBIBYTE, MEBIBYTE
 from megatron_uring.providers import Shard
 
-KIBIBYTE = 1 << 10
 LARGE_BYTES = 64 * MEBIBYTE
 TINY_LARGE_TENSORS = 64
 _ITEM_BYTES = 64

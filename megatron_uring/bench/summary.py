@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_uring.bench.formats import DEFAULT, RANK_IO_URING, RANK_POSIX, SHARING_OFF, SHARING_ON
 from megatron_uring.bench.measure import LIMIT, PEER, Row
+from megatron_uring.config import GIBIBYTE, KIBIBYTE, MEBIBYTE
 
 MEGABYTE, GIGABYTE = 1e6, 1e9
 _TINY, _LARGE = "tiny", "large"
@@ -198,3 +199,11 @@ def _scale_figures(scale: Sequence[dict[str, Any]]) -> dict[str, float | None]:
         ),
         "index_1m_mb": point["index_bytes"] / MEGABYTE if point else None,
     }
+
+
+def size(count: float) -> str:
+    """Bytes as KiB, MiB or GiB."""
+    for unit, name in ((GIBIBYTE, "GiB"), (MEBIBYTE, "MiB"), (KIBIBYTE, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.4g} {name}"
+    return f"{count:g} bytes"

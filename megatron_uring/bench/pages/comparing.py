@@ -15,8 +15,9 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_uring.bench.pages.measured import Case, size, trials
+from megatron_uring.bench.pages.measured import Case, trials
 from megatron_uring.bench.suite.results import Axis
+from megatron_uring.bench.summary import size
 from megatron_uring.probing import CLEARLY_FASTER
 
 LEAST_TRIALS = 2

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_uring.bench.pages.measured import Case, size
+from megatron_uring.bench.pages.measured import Case
+from megatron_uring.bench.summary import size
 from megatron_uring.errors import UnsupportedError
 
 try:

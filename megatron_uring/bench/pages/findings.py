@@ -43,8 +43,9 @@ from megatron_uring.bench.pages.comparing import (
     factor,
     percent,
 )
-from megatron_uring.bench.pages.measured import Case, select, size
+from megatron_uring.bench.pages.measured import Case, select
 from megatron_uring.bench.suite.results import EMULATION, OURS, PEER, WRITE
+from megatron_uring.bench.summary import size
 from megatron_uring.config import MEBIBYTE
 
 AGGREGATED = ("file per rank", "file per group", "one shared file")

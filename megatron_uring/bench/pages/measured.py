@@ -17,9 +17,8 @@ from typing import Any
 
 from megatron_uring.bench.suite.results import Axis, Record, ResultsError
 from megatron_uring.bench.summary import GIGABYTE, MEGABYTE
-from megatron_uring.config import MEBIBYTE
+from megatron_uring.config import GIBIBYTE
 
-KIBIBYTE, GIBIBYTE = 1 << 10, 1 << 30
 # Calls that move or submit data, by the engine's names and by the system's; all others concern
 # metadata.
 _TRANSFERS = {"write", "read", "pwrite64", "pread64", "writev", "readv", "sendfile"}
@@ -245,14 +244,6 @@ def _property(case: Case, name: str) -> object:
 
 # -------------------------------------------------------------------------------------------------
 # words
-
-
-def size(count: float) -> str:
-    """Bytes as KiB, MiB or GiB."""
-    for unit, name in ((GIBIBYTE, "GiB"), (MEBIBYTE, "MiB"), (KIBIBYTE, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.4g} {name}"
-    return f"{count:g} bytes"
 
 
 def trials(count: int) -> str:

@@ -23,7 +23,7 @@ from megatron_uring.bench.pages.answering import AGREES, DIFFERS, NO_CLAIM, PART
 from megatron_uring.bench.pages.comparing import Comparison, factor, noise
 from megatron_uring.bench.pages.measured import Case, Run
 from megatron_uring.bench.suite.results import Results, ResultsError, read_results
-from megatron_uring.bench.summary import GIGABYTE
+from megatron_uring.bench.summary import GIGABYTE, size
 from megatron_uring.errors import UnsupportedError
 
 try:
@@ -172,7 +172,7 @@ def _machine(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("kernel", str(known.get("kernel", "unknown"))),
         ("file system", f"{known.get('file_system', 'unknown')}, {space:.0f} GB"),
         ("mount options", str(known.get("mount_options", "unknown"))),
-        ("stripe", measured.size(float(known.get("stripe_bytes", 0)))),
+        ("stripe", size(float(known.get("stripe_bytes", 0)))),
         ("direct I/O", direct if known.get("direct") else "no"),
         ("engine", str(known.get("engine", "unknown"))),
         ("Python", str(known.get("python", "unknown"))),

@@ -41,11 +41,11 @@ from megatron_uring.bench.pages.drawing import (
     tidy,
 )
 from megatron_uring.bench.pages.findings import AGGREGATED, SCATTERED
-from megatron_uring.bench.pages.measured import Case, mode, select, size
+from megatron_uring.bench.pages.measured import Case, mode, select
 from megatron_uring.bench.pages.tradeoffs import ENGINES, POOL_AXES
 from megatron_uring.bench.suite.patterns import ALIGNMENTS
 from megatron_uring.bench.suite.results import EMULATION, OURS, PEER, READ
-from megatron_uring.bench.summary import GIGABYTE
+from megatron_uring.bench.summary import GIGABYTE, size
 
 if TYPE_CHECKING:  # `drawing` says what to do where it is missing
     from matplotlib.figure import Figure

@@ -29,9 +29,10 @@ from megatron_uring.bench.pages.comparing import (
     sweeps,
 )
 from megatron_uring.bench.pages.findings import ours_of
-from megatron_uring.bench.pages.measured import Case, select, size
+from megatron_uring.bench.pages.measured import Case, select
 from megatron_uring.bench.pages.tradeoffs import ENGINES, POOL_AXES, by_size
 from megatron_uring.bench.suite.results import OURS, READ, WRITE
+from megatron_uring.bench.summary import size
 from megatron_uring.config import MEBIBYTE, Config
 from megatron_uring.probing import CLEARLY_FASTER
 from megatron_uring.read import DIRECT_FROM_BYTES

@@ -33,8 +33,9 @@ from megatron_uring.bench.pages.comparing import (
     pairs,
     sweeps,
 )
-from megatron_uring.bench.pages.measured import Case, mode, select, size, trials
+from megatron_uring.bench.pages.measured import Case, mode, select, trials
 from megatron_uring.bench.suite.results import OURS, PATTERN, READ
+from megatron_uring.bench.summary import size
 from megatron_uring.config import Config
 
 ENGINES = ("io_uring", "posix")

@@ -18,13 +18,10 @@ from typing import Any
 
 import click
 
+from megatron_uring.bench.suite import GROUPS
 from megatron_uring.errors import CheckpointError
 
 _HELP = {"help_option_names": ["-h", "--help"]}
-_GROUPS = (
-    "patterns", "coalescing", "alignment", "size", "engine", "submission", "pool", "restore",
-    "inventory",
-)  # fmt: skip
 _QUICK_BUDGET_S = 270.0
 _RESULTS = "results.jsonl"
 
@@ -59,7 +56,7 @@ def _measuring(function: Any) -> Any:
                 "--groups",
                 default="all",
                 show_default=True,
-                help=f"of cases: all, or some of {','.join(_GROUPS)}",
+                help=f"of cases: all, or some of {','.join(GROUPS)}",
             ),
             click.option(
                 "--peers",
@@ -197,7 +194,7 @@ def _build_and_execute(
     path = os.path.join(options["output"], _RESULTS)
     minutes = options["minutes"]
     default_s = _QUICK_BUDGET_S if suite == "quick" and not options["mebibytes_per_rank"] else 0.0
-    groups = choose(options["groups"], list(_GROUPS), "--groups")
+    groups = choose(options["groups"], list(GROUPS), "--groups")
     chosen_peers = choose(options["peers"], list(peers.NAMES), "--peers")
     extra = _model_workloads(options.get("model"), world.rank)
     number = ""

@@ -14,20 +14,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from megatron_uring import _engine
+from megatron_uring import _engine, stage
 from megatron_uring.bench.formats import Action, Format
-from megatron_uring.bench.measure import UnavailableError
-from megatron_uring.bench.peers import load_module, sync_folder
+from megatron_uring.bench.peers import load_module, require_group, sync_folder
 from megatron_uring.bench.state import State
 from megatron_uring.bench.suite.results import EMULATION
 from megatron_uring.columns import Int64Array
 from megatron_uring.comm import Communicator
-from megatron_uring.config import MEBIBYTE, Config
+from megatron_uring.config import Config
 from megatron_uring.progress import run_job
 
 DATASTATES = "DataStates-style (emulation)"
@@ -48,7 +46,6 @@ def emulations(world: Communicator, no_group: str) -> list[Format]:
 
 def _datastates(world: Communicator) -> Format:
     name = f"rank{world.rank}.data"
-    engine = _lazy_engine()
 
     def saver(state: State) -> Action:
         tensors = [tensor.reshape(-1).view(torch.uint8) for tensor in state.tensors.values()]
@@ -63,11 +60,11 @@ def _datastates(world: Communicator) -> Format:
         def save(folder: str) -> None:
             file = _engine.File.create(os.path.join(folder, name), direct=False)
             try:
-                _transfer(engine(), "write", file, start, length, tensors)
+                _transfer("write", file, start, length, tensors)
                 view = torch.frombuffer(bytearray(tail), dtype=torch.uint8)
                 end = np.array([length.sum()], np.int64)
-                _transfer(engine(), "write", file, end, np.array([len(tail)], np.int64), [view])
-                run_job(lambda: engine().sync(file), "sync", file.path, Config.timeout_s)
+                _transfer("write", file, end, np.array([len(tail)], np.int64), [view])
+                run_job(lambda: _engine_here().sync(file), "sync", file.path, Config.timeout_s)
             finally:
                 file.close()
 
@@ -81,7 +78,7 @@ def _datastates(world: Communicator) -> Format:
             found = np.array([regions[key] for key in into.tensors], np.int64)
             file = _engine.File.open(path, writable=False, direct=False)
             try:
-                _transfer(engine(), "read", file, found[:, 0], found[:, 1], tensors)
+                _transfer("read", file, found[:, 0], found[:, 1], tensors)
             finally:
                 file.close()
 
@@ -90,16 +87,9 @@ def _datastates(world: Communicator) -> Format:
     return Format(DATASTATES, EMULATION, saver, loader, native=True)
 
 
-def _lazy_engine() -> Callable[[], _engine.Engine]:
-    made: list[_engine.Engine] = []
-
-    def engine() -> _engine.Engine:
-        if not made:
-            pool = _engine.SlabPool(MEBIBYTE, 1)  # transfers use none
-            made.append(_engine.Engine("auto", pool, queue_depth=_QUEUE_DEPTH))
-        return made[0]
-
-    return engine
+def _engine_here() -> _engine.Engine:
+    """For transfers, which need no slabs beyond the one that a pool has at least."""
+    return stage.open_engine(Config(queue_depth=_QUEUE_DEPTH, slab_count=1))
 
 
 def _read_header(path: str) -> dict[str, list[int]]:
@@ -112,7 +102,6 @@ def _read_header(path: str) -> dict[str, list[int]]:
 
 
 def _transfer(
-    engine: _engine.Engine,
     operation: str,
     file: _engine.File,
     start: Int64Array,
@@ -122,7 +111,7 @@ def _transfer(
     address = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
     number = np.zeros(len(tensors), np.int32)
     run_job(
-        lambda: engine.transfer(
+        lambda: _engine_here().transfer(
             operation,
             [file],
             number,
@@ -143,8 +132,7 @@ def _transfer(
 
 def _torchsnapshot_calls(world: Communicator, no_group: str) -> Format:
     def saver(state: State) -> Action:
-        if no_group:
-            raise UnavailableError(f"torch.distributed is not initialised: {no_group}")
+        require_group(no_group)
         module = load_module("torchsnapshot")
         parts = [{"part": module.StateDict(**dict([one]))} for one in state.tensors.items()]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_uring.columns import BoolArray, Int32Array, Int64Array
-from megatron_uring.layout import BLOCK_BYTES
+from megatron_uring.layout import BLOCK_BYTES, round_up
 
 PAGE_BYTES = 4096
 PACKED, NONE, BLOCK, STRIPE = "packed", "none", "block", "stripe"
@@ -177,20 +177,20 @@ def extent_bytes(tensor_bytes: Int64Array, rules: Rules) -> int:
     if not len(tensor_bytes):
         return 0
     starts = tensor_starts(tensor_bytes, rules)
-    return int(_round_up(starts[-1] + tensor_bytes[-1], PAGE_BYTES))
+    return round_up(int(starts[-1] + tensor_bytes[-1]), PAGE_BYTES)
 
 
 def region_bytes(extent: int, rules: Rules) -> int:
     """Room for a rank whose data has `extent` bytes, in a shared file: whole stripes."""
-    return int(_round_up(extent, max(rules.stripe_bytes, BLOCK_BYTES)))
+    return round_up(extent, max(rules.stripe_bytes, BLOCK_BYTES))
 
 
 def _alignment_bytes(rules: Rules) -> int:
     return rules.stripe_bytes if rules.alignment == STRIPE else PAGE_BYTES
 
 
-def _round_up(value: Int64Array | np.int64 | int, unit: int) -> Int64Array:
-    rounded: Int64Array = -(-np.asarray(value, np.int64) // unit) * unit
+def _round_up(values: Int64Array, unit: int) -> Int64Array:
+    rounded: Int64Array = -(-values // unit) * unit
     return rounded
 
 

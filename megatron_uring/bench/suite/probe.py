@@ -21,7 +21,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_uring import checkpoint, probing, profiles
-from megatron_uring.bench.sections import FOLDER, Bench
+from megatron_uring.bench.sections import FOLDER, removed_in_the_end
 from megatron_uring.bench.state import large_state
 from megatron_uring.comm import Communicator
 from megatron_uring.config import Config
@@ -64,7 +64,7 @@ def _faster_aggregation(directory: str, world: Communicator, config: Config) -> 
     shards = large_state(world.rank, _GIGABYTES_PER_RANK).shards()
     folder = os.path.join(os.path.abspath(directory), FOLDER)
     seconds: dict[str, list[int]] = {way: [] for way in _WAYS}
-    with Bench(world, folder, _ROUNDS, ()).removed_in_the_end():
+    with removed_in_the_end(world, folder):
         began = time.monotonic()
         for _ in range(_ROUNDS + 1):  # the first sets all up
             for way in _WAYS:

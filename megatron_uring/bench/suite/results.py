@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_uring import _engine
-from megatron_uring.bench import report
+from megatron_uring.bench import measure, report
 from megatron_uring.write import describe_storage
 
 SCHEMA = 1
 WRITE, READ = "write", "read"
-PATTERN, OURS, PEER, EMULATION = "pattern", "ours", "peer", "emulation"
+PATTERN, OURS, PEER, EMULATION = "pattern", measure.OURS, measure.PEER, "emulation"
 _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     "str": str,
     "int": int,

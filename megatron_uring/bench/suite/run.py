@@ -5,14 +5,15 @@ Guarantees
 - Rounds are interleaved: every case has its n-th trial before any has the next, and each round has
   an order of its own. The first round is a warm-up. A case that failed is not tried again.
 - A run may be ended at any time: what was measured is in the results file, and the folder that was
-  written to is removed (`Bench.removed_in_the_end`). It can be resumed: trials that are in the file
-  are not measured again.
+  written to is removed (`sections.removed_in_the_end`). It can be resumed: trials that are in the
+  file are not measured again.
 - A full disk ends the run on all ranks with `DiskFullError`, which says what to do.
 - With a budget of time no round is begun that would not end within it, beyond the first two.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
@@ -23,8 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_uring import stage
 from megatron_uring.bench import cache, formats, measure, peers, state
-from megatron_uring.bench.sections import FOLDER, Bench
+from megatron_uring.bench.measure import status_bytes
+from megatron_uring.bench.sections import FOLDER, removed_in_the_end
 from megatron_uring.bench.suite import emulations, results, suites
 from megatron_uring.bench.suite.cases import PHASES, Case, Shelf
 from megatron_uring.bench.suite.counting import OPERATIONS
@@ -36,6 +39,7 @@ from megatron_uring.bench.suite.suites import Ground, Suite
 from megatron_uring.bench.suite.transfers import ARENA_BYTES
 from megatron_uring.bench.suite.workloads import Workload
 from megatron_uring.comm import Communicator
+from megatron_uring.config import Config
 from megatron_uring.errors import StorageError
 from megatron_uring.progress import step
 
@@ -43,8 +47,7 @@ from megatron_uring.progress import step
 _MEMORY_SHARE = 0.4
 # Of the free disk, what one case may write.
 _DISK_SHARE = 0.8
-
-
+# What a suite that is not thorough measures of our own saves.
 _OURS_AT_LEAST = (formats.DEFAULT, formats.SHARED_IO_URING, formats.RANK_POSIX)
 
 
@@ -79,7 +82,7 @@ class Run:
     path
         Of the results file, on rank 0.
     groups
-        Of `suites.GROUPS`.
+        Of `suite.GROUPS`.
     budget_s
         Seconds after which no further round is begun; 0: no limit.
     extra
@@ -117,8 +120,7 @@ class Run:
             If the disk is, or would be, full.
         """
         folder = os.path.join(os.path.abspath(self.directory), FOLDER)
-        bench = Bench(self.world, folder, self.trials, ())
-        with bench.removed_in_the_end():
+        with removed_in_the_end(self.world, folder):
             shelf = Shelf(self.world, os.path.join(folder, "files"))
             shelf.empty()
             self._know(folder)
@@ -134,12 +136,13 @@ class Run:
         self.number = self._shared_text(self.number or uuid.uuid4().hex[:12])
         cold = cache.drop_caches(self.world, folder)
         with step(self.world, "read what was measured before"):
-            engine = _engine_reason()
+            engine = stage.open_engine(Config.from_environment(slab_count=1)).reason
             if self.world.rank == 0:
                 self._environment = results.describe_environment(folder, engine, cold)
                 if os.path.exists(self.path):
                     here = (self.suite.name, self.world.size, len(self.world.hosts))
                     self._before = Before.read(self.path, self.number, here, self._environment)
+        self._environment = json.loads(self._shared_text(json.dumps(self._environment)))
         self._before = self._before.shared(self.world)
 
     def _shared_text(self, text: str) -> str:
@@ -147,32 +150,23 @@ class Run:
         data = text.encode() if self.world.rank == 0 else None
         return bytes(self.world.broadcast(data)).decode()
 
-    def _ground(self) -> Ground:
-        """The same on all ranks."""
-        known = np.array([int(self._environment.get("direct", True))], np.int64)
-        return Ground(
-            self.world.rank,
-            self.world.size,
-            int(self._shared_text(str(self._environment.get("stripe_bytes", 0)))),
-            bool(self.world.allreduce(known, "min")[0]),
-            self.extra,
-        )
-
     def _room(self) -> tuple[int, int]:
         """Bytes of disk and of memory, in one direction, that a rank may take; agreed."""
         space = os.statvfs(self.directory)
         ranks_here = int(np.bincount(self.world.node_of_rank).max())
         known = [
             int(space.f_bavail * space.f_frsize * _DISK_SHARE) // self.world.size,
-            int(_free_memory_bytes() * _MEMORY_SHARE) // ranks_here // 2,
+            int(status_bytes("MemAvailable", "/proc/meminfo") * _MEMORY_SHARE) // ranks_here // 2,
         ]
         disk, memory = self.world.allreduce(np.array(known, np.int64), "min").tolist()
         return disk, min(memory, ARENA_BYTES)
 
     def _units(self, shelf: Shelf) -> list[list[Case]]:
         """Cases that belong together: a write, and the read of what it wrote."""
-        ground, (disk_bytes, arena_bytes) = self._ground(), self._room()
+        disk_bytes, arena_bytes = self._room()
         self._require_room(disk_bytes)
+        there = self._environment["stripe_bytes"], self._environment["direct"]
+        ground = Ground(self.world.rank, self.world.size, *there, self.extra)
         if not ground.direct:
             self.watcher.note("left out: direct I/O: the file system refuses it")
         found = suites.specs(self.suite, ground, self.groups)
@@ -364,18 +358,3 @@ def _no_space(error: BaseException | None) -> bool:
             return True
         error, seen = error.__cause__ or error.__context__, seen + 1
     return False
-
-
-def _free_memory_bytes() -> int:
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return 1 << 30
-
-
-def _engine_reason() -> str:
-    from megatron_uring import stage
-    from megatron_uring.config import Config
-
-    return stage.open_engine(Config.from_environment(slab_count=1)).reason

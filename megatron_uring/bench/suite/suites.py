@@ -13,26 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_uring.bench import summary
 from megatron_uring.bench.suite import workloads
 from megatron_uring.bench.suite.pattern_case import Spec
 from megatron_uring.bench.suite.patterns import BLOCK, NONE, PACKED, PATTERNS, STRIPE, Rules
 from megatron_uring.bench.suite.results import READ, WRITE
 from megatron_uring.bench.suite.transfers import NEW, SLABS, Options
 from megatron_uring.bench.suite.workloads import Workload
-from megatron_uring.config import MEBIBYTE
+from megatron_uring.config import KIBIBYTE, MEBIBYTE
 
-KIBIBYTE = 1 << 10
-GROUPS = (
-    "patterns",
-    "coalescing",
-    "alignment",
-    "size",
-    "engine",
-    "submission",
-    "pool",
-    "restore",
-    "inventory",
-)
 _TENSOR_BYTES = 4 * MEBIBYTE
 _LARGE = 16 * MEBIBYTE
 _SMALL = 64 * KIBIBYTE
@@ -208,7 +197,7 @@ def _coalescing(suite: Suite, ground: Ground) -> list[Spec]:
         for size in suite.submissions:
             found += _both(
                 "coalescing",
-                f"{size_label(size)}, {mode}",
+                f"{summary.size(size)}, {mode}",
                 _synthetic(suite),
                 rules=Rules(size, PACKED, ground.stripe_bytes),
                 direct=direct,
@@ -268,7 +257,7 @@ def _size(suite: Suite, ground: Ground) -> list[Spec]:
         for direct, mode in _MODES.items()
         for spec in _both(
             "size",
-            f"{size_label(size)} a rank, {mode}",
+            f"{summary.size(size)} a rank, {mode}",
             workloads.synthetic(size, _TENSOR_BYTES),
             rules=Rules(_LARGE, PACKED, ground.stripe_bytes),
             direct=direct,
@@ -334,7 +323,7 @@ def _pool(suite: Suite, ground: Ground) -> list[Spec]:
         for size, depth in dict.fromkeys([(_LARGE, 8), *sizes])
         for spec in _both(
             "pool",
-            f"{size_label(size)}, depth {depth}",
+            f"{summary.size(size)}, depth {depth}",
             workload,
             rules=Rules(size, PACKED, ground.stripe_bytes),
             operations=(WRITE, READ) if suite.thorough else (WRITE,),
@@ -365,14 +354,6 @@ def _restore(suite: Suite, ground: Ground) -> list[Spec]:
             **options,
         )
     ]
-
-
-def size_label(size: int) -> str:
-    """In the largest binary unit that divides it."""
-    for unit, name in ((1 << 30, "GiB"), (MEBIBYTE, "MiB"), (KIBIBYTE, "KiB")):
-        if size % unit == 0:
-            return f"{size // unit} {name}"
-    return f"{size} bytes"
 
 
 _BUILDERS: dict[str, Callable[[Suite, Ground], list[Spec]]] = {

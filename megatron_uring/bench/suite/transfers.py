@@ -26,6 +26,7 @@ from megatron_uring.bench.suite.patterns import PAGE_BYTES, Layout
 from megatron_uring.columns import Int64Array, Uint8Array, Uint32Array, Uint64Array
 from megatron_uring.comm import Communicator
 from megatron_uring.config import MEBIBYTE, Config
+from megatron_uring.layout import round_up
 from megatron_uring.progress import Clock, run_job, step
 
 FILES_OPEN = 256
@@ -247,7 +248,7 @@ class Transfer:
         layout, files = self.layout, list[_engine.File]()
         own = [number for number in range(first, last) if layout.created[number]]
         with contextlib.ExitStack() as stack:
-            with step(self.world, "create files") if self._shared else contextlib.nullcontext():
+            with step(self.world, "create files") if layout.shared else contextlib.nullcontext():
                 for number in own:
                     files.append(_create(self._path(number), direct=self.options.direct))
                     stack.callback(files[-1].close)
@@ -258,11 +259,6 @@ class Transfer:
                     files.append(_open(path, writable=True, direct=self.options.direct))
             stack.pop_all()
         return files
-
-    @property
-    def _shared(self) -> bool:
-        """Whether ranks share files, on this rank as on all."""
-        return len(self.layout.files) == 1 and self.layout.shared
 
     def _move(
         self,
@@ -305,7 +301,7 @@ class Transfer:
         pieces = _engine.Pieces(numbers, layout.start, address, layout.length, none, none, none)
         begin = int(layout.start[0])
         end = int(layout.start[-1] + layout.length[-1])
-        length = -(-(end - begin) // PAGE_BYTES) * PAGE_BYTES
+        length = round_up(end - begin, PAGE_BYTES)
 
         def start() -> _engine.Job:
             if operation == "write":
