@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from megatron_uring import _engine, cli
 from megatron_uring.bench import measure
-from megatron_uring.bench.suite import GROUPS, counting, results, suites
+from megatron_uring.bench.suite import GROUPS, counting, results, suites, transfers
 from megatron_uring.bench.suite.command import bench
 from megatron_uring.bench.suite.results import ResultsError, append_record, read_results
 from megatron_uring.bench.suite.run import DiskFullError, Run, Watcher
@@ -258,6 +258,26 @@ def test_too_little_room_is_said_before_anything_is_written(run_of, tmp_path):
     assert os.listdir(tmp_path / "place") == [] and not os.path.exists(run.path)
 
 
+def test_states_that_memory_has_no_room_for_are_left_out_and_named(run_of, monkeypatch):
+    run = run_of(["restore", "inventory"], peers=())
+    monkeypatch.setattr("megatron_uring.bench.suite.run.status_bytes", lambda name, path: 24 * MIB)
+    run.execute()
+    notes = "\n".join(run.watcher.notes)
+    assert "left out: restore: our own: no memory for" in notes
+    assert "left out: inventory: 3b" in notes
+    records = read_results(run.path).records
+    assert records and {one.kind for one in records} == {results.PATTERN}
+
+
+def test_memory_is_private_so_that_it_can_have_huge_pages():
+    memory = transfers.anonymous_memory(8 * MIB, huge=True)
+    memory[:] = 1
+    address = f"{memory.ctypes.data:x}-"
+    with open("/proc/self/smaps", encoding="ascii") as file:
+        mapping = [line for line in file if line.startswith(address)]
+    assert [line.split()[1] for line in mapping] == ["rw-p"]
+
+
 def test_no_round_is_begun_that_would_end_too_late(run_of):
     run = run_of(["engine"], trials=50, budget_s=0.001)
     run.execute()
@@ -413,7 +433,7 @@ def test_a_model_becomes_a_workload():
     from megatron_uring.bench.suite import command as commands
 
     text = "layers=2,hidden=64,heads=4,vocabulary=100,tensor_parallel=2,optimizer=adam,swiglu=true"
-    (workload,) = commands._model_workloads(text, 0)
+    (workload,) = commands._model_workloads(text, 0, 1 << 30)
     assert workload.total_bytes > 0 and any("exp_avg" in name for name in workload.names)
 
 

@@ -1,5 +1,6 @@
 """Workloads of the benchmarks: measured figures, scaling by layers, arithmetic of shards."""
 
+import dataclasses
 import json
 import math
 from collections import Counter, defaultdict
@@ -8,7 +9,7 @@ from importlib import resources
 import numpy as np
 import pytest
 
-from megatron_uring.bench.suite import megatron_model, workloads
+from megatron_uring.bench.suite import model_workload, workloads
 from megatron_uring.bench.suite.megatron_model import Layout, Model, shards
 from megatron_uring.bench.suite.workloads import Workload, inventory, scale_to, synthetic
 
@@ -257,7 +258,7 @@ LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 2, 1), (1, 4, 2), (2, 2, 3)]
 def test_every_parameter_is_written_once(model, sizes, optimizer, each):
     layout = Layout(*sizes, optimizer)
     written = sum(
-        megatron_model.workload(model, layout, rank).total_bytes for rank in range(layout.ranks)
+        model_workload.workload(model, layout, rank).total_bytes for rank in range(layout.ranks)
     )
     assert written == parameters(model, layout.tensor_parallel) * each
 
@@ -301,7 +302,7 @@ def test_default_buckets_are_those_of_forty_million_elements():
 
 def test_groups_of_a_megatron_workload():
     layout = Layout(pipeline_parallel=2, optimizer="adam")
-    first, last = (megatron_model.workload(LLAMA, layout, rank) for rank in (0, 1))
+    first, last = (model_workload.workload(LLAMA, layout, rank) for rank in (0, 1))
     assert set(first.group) == {"embedding", "layer 0", "layer 1", "optimizer"}
     assert set(last.group) == {"layer 2", "layer 3", "final norm", "head", "optimizer"}
     assert first.name == "megatron" and isinstance(first, workloads.Workload)
@@ -347,3 +348,24 @@ def test_where_no_layer_fits_beside_the_embedding_a_rank_is_of_an_inner_stage():
     )
     assert optimizer == 12 * parameters
     assert not {"embedding", "head", "final norm"} & set(inner.group)
+
+
+def test_a_model_keeps_within_its_size_by_fewer_layers_alike_on_all_ranks():
+    layout = Layout(
+        tensor_parallel=2, pipeline_parallel=2, data_parallel=2, optimizer="distributed"
+    )
+    deep, room = dataclasses.replace(LLAMA, layers=16), 10**6
+
+    def found(room_bytes):
+        return [model_workload.scale_to(deep, layout, rank, room_bytes) for rank in range(8)]
+
+    scaled = found(room)
+    (name,) = {one.name for one in scaled}
+    layers = int(name.split()[1])
+    assert 2 < layers < deep.layers and not layers % 2
+    assert max(one.total_bytes for one in scaled) <= room
+    more = dataclasses.replace(deep, layers=layers + 2)
+    assert max(model_workload.workload(more, layout, rank).total_bytes for rank in range(8)) > room
+    assert {one.name for one in found(1)} == {f"megatron, 2 of {deep.layers} layers"}
+    whole = found(10**13)[0]
+    assert whole.total_bytes == model_workload.workload(deep, layout, 0).total_bytes

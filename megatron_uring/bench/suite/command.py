@@ -71,8 +71,8 @@ def _measuring(function: Any) -> Any:
             click.option(
                 "--mebibytes-per-rank",
                 type=click.IntRange(min=1),
-                help="of the synthetic workload; realistic ones keep within it by fewer layers, "
-                "at least one",
+                help="of the synthetic workload; realistic ones and --model keep within it by "
+                "fewer layers, at least one",
             ),
             click.option(
                 "--minutes",
@@ -196,7 +196,7 @@ def _build_and_execute(
     default_s = _QUICK_BUDGET_S if suite == "quick" and not options["mebibytes_per_rank"] else 0.0
     groups = choose(options["groups"], list(GROUPS), "--groups")
     chosen_peers = choose(options["peers"], list(peers.NAMES), "--peers")
-    extra = _model_workloads(options.get("model"), world.rank)
+    extra = _model_workloads(options.get("model"), world.rank, chosen.bytes_per_rank)
     number = ""
     with step(world, "open the results"):
         if world.rank == 0:
@@ -241,11 +241,13 @@ def _suite(name: str, options: dict[str, Any]) -> Any:
     return dataclasses.replace(SUITES[name], **changes)
 
 
-def _model_workloads(text: str | None, rank: int) -> list[Any]:
-    """The workload of --model for this rank; further ranks have what the first have."""
+def _model_workloads(text: str | None, rank: int, bytes_per_rank: int) -> list[Any]:
+    """The workload of --model for this rank, within its size; further ranks have what the first
+    have.
+    """
     import dataclasses
 
-    from megatron_uring.bench.suite import megatron_model
+    from megatron_uring.bench.suite import megatron_model, model_workload
 
     if not text:
         return []
@@ -264,7 +266,7 @@ def _model_workloads(text: str | None, rank: int) -> list[Any]:
     try:
         model = megatron_model.Model(**fields["Model"])
         layout = megatron_model.Layout(**fields["Layout"])
-        return [megatron_model.workload(model, layout, rank % layout.ranks)]
+        return [model_workload.scale_to(model, layout, rank % layout.ranks, bytes_per_rank)]
     except (TypeError, ValueError) as error:
         raise click.BadParameter(f"--model: {error}") from error
 

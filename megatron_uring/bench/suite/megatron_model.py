@@ -20,9 +20,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from megatron_uring.bench.suite.workloads import EMBEDDING, FINAL_NORM, HEAD, OPTIMIZER, Workload
 from megatron_uring.layout import DTYPE_BYTES, DTYPE_NAMES, round_up
 
 _POSITIONS = ("learned_absolute", "rope")
@@ -205,26 +202,6 @@ def shards(model: Model, layout: Layout, rank: int) -> list[ModelShard]:
         group = tensor + layout.tensor_parallel * stage
         found += _flat_shards(_buckets(parameters, layout, stage), layout, group, replica)
     return found
-
-
-def workload(model: Model, layout: Layout, rank: int, name: str = "megatron") -> Workload:
-    """The shards that `rank` writes; each layer's are a group."""
-    owned = [shard for shard in shards(model, layout, rank) if shard.owner]
-    return Workload(
-        name,
-        tuple(f"{shard.key}@{','.join(map(str, shard.offset))}" for shard in owned),
-        np.array([shard.shard_bytes for shard in owned], np.int64),
-        tuple(_group(shard) for shard in owned),
-    )
-
-
-def _group(shard: ModelShard) -> str:
-    if shard.key.startswith("optimizer."):
-        return OPTIMIZER
-    if shard.key.startswith("decoder.layers."):
-        return f"layer {shard.offset[0]}"
-    beginnings = {"embedding.": EMBEDDING, "output_layer.": HEAD, "decoder.final": FINAL_NORM}
-    return next(group for text, group in beginnings.items() if shard.key.startswith(text))
 
 
 def _parameters(model: Model, layout: Layout, stage: int) -> Iterator[_Parameter]:

@@ -45,6 +45,8 @@ from megatron_uring.progress import step
 
 # Of free memory, what the two arenas of all ranks of a node may take.
 _MEMORY_SHARE = 0.4
+# What they and all states of whole saves and restores may take.
+_MEMORY_SHARE_OF_ALL = 0.85
 # Of the free disk, what one case may write.
 _DISK_SHARE = 0.8
 # What a suite that is not thorough measures of our own saves.
@@ -110,6 +112,7 @@ class Run:
     different: list[str] = field(default_factory=list)
     _before: Before = field(default_factory=Before)
     _environment: dict[str, Any] = field(default_factory=dict)
+    _memory_left: int = 0
 
     def execute(self) -> None:
         """Measure all that is not in the results file yet; collective.
@@ -159,7 +162,20 @@ class Run:
             int(status_bytes("MemAvailable", "/proc/meminfo") * _MEMORY_SHARE) // ranks_here // 2,
         ]
         disk, memory = self.world.allreduce(np.array(known, np.int64), "min").tolist()
-        return disk, min(memory, ARENA_BYTES)
+        arena = min(memory, ARENA_BYTES)
+        self._memory_left = int(memory * 2 / _MEMORY_SHARE * _MEMORY_SHARE_OF_ALL) - 2 * arena
+        return disk, arena
+
+    def _has_memory(self, what: str, own_bytes: int) -> bool:
+        """Whether a state, what it is restored to, and a copy that a library makes of it, fit into
+        memory beside all others; if so, it is theirs. Agreed.
+        """
+        most = int(self.world.allreduce(np.array([own_bytes], np.int64), "max")[0])
+        if 3 * most > self._memory_left:
+            self.watcher.note(f"left out: {what}: no memory for {3 * most / 1e9:.1f} GB a rank")
+            return False
+        self._memory_left -= 2 * most  # copies are made by one library at a time
+        return True
 
     def _units(self, shelf: Shelf) -> list[list[Case]]:
         """Cases that belong together: a write, and the read of what it wrote."""
@@ -213,6 +229,8 @@ class Run:
         first, *_ = suites.realistic(self.suite, ground)
         found = []
         for workload in (first, *self.extra):
+            if not self._has_memory(f"inventory: {workload.name}", workload.total_bytes):
+                continue
             saved = state.workload_state(self.world.rank, workload.names, workload.tensor_bytes)
             target = saved.empty()
             for one in (*ours, *others):
@@ -226,11 +244,14 @@ class Run:
 
     def _restores(self, shelf: Shelf, ground: Ground) -> list[list[Case]]:
         """Our own, for its parts: into tensors that are there, and into new ones."""
+        if not self._has_memory("restore: our own", self.suite.bytes_per_rank):
+            return []
         saved = state.large_state(self.world.rank, self.suite.bytes_per_rank / 1e9)
+        target = saved.empty()
         ways = formats.our_loads(self.world, probe="off")[0], formats.our_new_loads(self.world)
         cases = [
             FormatCase(
-                *(self.world, shelf, "restore", one, saved, saved.empty(), "synthetic", one.what),
+                *(self.world, shelf, "restore", one, saved, target, "synthetic", one.what),
                 page_cache=not ground.direct,
             ).cases()
             for one in ways

@@ -92,7 +92,8 @@ class Arena:
 
 def anonymous_memory(length: int, *, huge: bool) -> Uint8Array:
     """Memory that nobody has touched; unmapped with the last reference to it."""
-    mapped = mmap.mmap(-1, max(length, 1))
+    # shared memory, which is what mmap gives by default, has no huge pages on most machines
+    mapped = mmap.mmap(-1, max(length, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge:
         with contextlib.suppress(OSError, AttributeError):
             mapped.madvise(mmap.MADV_HUGEPAGE)
