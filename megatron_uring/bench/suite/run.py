@@ -47,6 +47,8 @@ from megatron_uring.progress import step
 _MEMORY_SHARE = 0.4
 # What they and all states of whole saves and restores may take.
 _MEMORY_SHARE_OF_ALL = 0.85
+# Copies of a state that libraries keep from one save to the next, all of them together.
+_KEPT_BY_PEERS = 2
 # Of the free disk, what one case may write.
 _DISK_SHARE = 0.8
 # What a suite that is not thorough measures of our own saves.
@@ -166,15 +168,16 @@ class Run:
         self._memory_left = int(memory * 2 / _MEMORY_SHARE * _MEMORY_SHARE_OF_ALL) - 2 * arena
         return disk, arena
 
-    def _has_memory(self, what: str, own_bytes: int) -> bool:
-        """Whether a state, what it is restored to, and a copy that a library makes of it, fit into
-        memory beside all others; if so, it is theirs. Agreed.
+    def _has_memory(self, what: str, own_bytes: int, copies: int) -> bool:
+        """Whether a state, what it is restored to, and copies of it fit into memory beside all that
+        was granted before; if so, it is granted. Agreed.
         """
         most = int(self.world.allreduce(np.array([own_bytes], np.int64), "max")[0])
-        if 3 * most > self._memory_left:
-            self.watcher.note(f"left out: {what}: no memory for {3 * most / 1e9:.1f} GB a rank")
+        needed = (2 + copies) * most
+        if needed > self._memory_left:
+            self.watcher.note(f"left out: {what}: no memory for {needed / 1e9:.1f} GB a rank")
             return False
-        self._memory_left -= 2 * most  # copies are made by one library at a time
+        self._memory_left -= needed
         return True
 
     def _units(self, shelf: Shelf) -> list[list[Case]]:
@@ -200,9 +203,13 @@ class Run:
             else:
                 units.append([case])
         if "inventory" in self.groups:
-            units += self._inventory(shelf, ground)
+            first = suites.realistic(self.suite, ground)[0]
+            units += self._inventory(shelf, ground, first, "")
         if "restore" in self.groups:
             units += self._restores(shelf, ground)
+        if "inventory" in self.groups:
+            for workload in self.extra:
+                units += self._inventory(shelf, ground, workload, f"{workload.name}: ")
         return units
 
     def _require_room(self, disk_bytes: int) -> None:
@@ -217,8 +224,13 @@ class Run:
                 cause="a smaller --mebibytes-per-rank, or another --directory, would do",
             )
 
-    def _inventory(self, shelf: Shelf, ground: Ground) -> list[list[Case]]:
-        """Ours, peers and emulations on the first realistic workload, and on those of the user."""
+    def _inventory(
+        self, shelf: Shelf, ground: Ground, workload: Workload, prefix: str
+    ) -> list[list[Case]]:
+        """Ours, peers and emulations on a workload."""
+        copies = _KEPT_BY_PEERS if self.peers else 0
+        if not self._has_memory(f"inventory: {workload.name}", workload.total_bytes, copies):
+            return []
         ours = formats.our_saves(self.world, probe="off")
         if not self.suite.thorough:
             ours = [one for one in ours if one.what in _OURS_AT_LEAST]
@@ -226,25 +238,20 @@ class Run:
             *peers.peers(list(self.peers), self.world, self.no_group),
             *(emulations.emulations(self.world, self.no_group) if self.peers else ()),
         ]
-        first, *_ = suites.realistic(self.suite, ground)
-        found = []
-        for workload in (first, *self.extra):
-            if not self._has_memory(f"inventory: {workload.name}", workload.total_bytes):
-                continue
-            saved = state.workload_state(self.world.rank, workload.names, workload.tensor_bytes)
-            target = saved.empty()
-            for one in (*ours, *others):
-                name = one.what if workload is first else f"{workload.name}: {one.what}"
-                cached = one.page_cache or not ground.direct
-                case = FormatCase(
-                    self.world, shelf, "inventory", one, saved, target, workload.name, name, cached
-                )
-                found.append(case.cases())
-        return found
+        saved = state.workload_state(self.world.rank, workload.names, workload.tensor_bytes)
+        target = saved.empty()
+        return [
+            FormatCase(
+                *(self.world, shelf, "inventory", one, saved, target, workload.name),
+                name=prefix + one.what,
+                page_cache=one.page_cache or not ground.direct,
+            ).cases()
+            for one in (*ours, *others)
+        ]
 
     def _restores(self, shelf: Shelf, ground: Ground) -> list[list[Case]]:
         """Our own, for its parts: into tensors that are there, and into new ones."""
-        if not self._has_memory("restore: our own", self.suite.bytes_per_rank):
+        if not self._has_memory("restore: our own", self.suite.bytes_per_rank, 1):
             return []
         saved = state.large_state(self.world.rank, self.suite.bytes_per_rank / 1e9)
         target = saved.empty()
