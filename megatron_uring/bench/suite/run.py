@@ -258,7 +258,10 @@ class Run:
         ways = formats.our_loads(self.world, probe="off")[0], formats.our_new_loads(self.world)
         cases = [
             FormatCase(
-                *(self.world, shelf, "restore", one, saved, target, "synthetic", one.what),
+                # a restore into new tensors puts them in the place of those that were there
+                *(self.world, shelf, "restore", one, saved, state.State(dict(target.tensors))),
+                workload="synthetic",
+                name=one.what,
                 page_cache=not ground.direct,
             ).cases()
             for one in ways
