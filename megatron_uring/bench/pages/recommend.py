@@ -243,6 +243,10 @@ def _pool(cases: Sequence[Case], axis: str, default: int, words: str) -> Recomme
             by_value.setdefault(int(one.left.axes[axis]), []).append(one)
     text = size(default) if option == "slab_bytes" else str(default)
     evidence = tuple(one for value in sorted(by_value) for one in by_value[value])
+    if len({one.left.operation for one in evidence}) > 1:  # else it need not be said each time
+        evidence = tuple(
+            replace(one, label=f"{one.label}, {one.left.operation}") for one in evidence
+        )
     if all(one.relation == UNDECIDED for one in evidence):
         return _choose(option, text, option, evidence)
     against = ", ".join(dict.fromkeys(one.right.title for one in evidence))
