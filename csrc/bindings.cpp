@@ -13,10 +13,10 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 
+#include "bindings_job.hpp"
+#include "bindings_pieces.hpp"
 #include "checksum.hpp"
-#include "engine.hpp"
 #include "ring.hpp"
 
 namespace megatron_uring {
@@ -35,98 +35,6 @@ void translate_error(std::exception_ptr pointer) {
         PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what()).ptr());
     }
 }
-
-// ---- pieces ----
-
-std::shared_ptr<PieceTable> make_pieces(const py::object& file_number, const py::object& file_start,
-                                        const py::object& address, const py::object& run_bytes,
-                                        const py::object& counts, const py::object& file_strides,
-                                        const py::object& memory_strides) {
-    const auto numbers = array_from<std::int32_t>(file_number, "file_number", 1);
-    const auto starts = array_from<std::int64_t>(file_start, "file_start", 1);
-    const auto addresses = array_from<std::uint64_t>(address, "address", 1);
-    const auto runs = array_from<std::int64_t>(run_bytes, "run_bytes", 1);
-    const auto count_table = array_from<std::int64_t>(counts, "counts", 2);
-    const auto file_table = array_from<std::int64_t>(file_strides, "file_strides", 2);
-    const auto memory_table = array_from<std::int64_t>(memory_strides, "memory_strides", 2);
-    const py::ssize_t count = numbers.shape(0);
-    const py::ssize_t dimensions = count_table.shape(1);
-    for (const py::ssize_t length :
-         {starts.shape(0), addresses.shape(0), runs.shape(0), count_table.shape(0),
-          file_table.shape(0), memory_table.shape(0)}) {
-        if (length != count) throw std::invalid_argument("the columns of pieces differ in length");
-    }
-    if (file_table.shape(1) != dimensions || memory_table.shape(1) != dimensions) {
-        throw std::invalid_argument("counts, file_strides, memory_strides differ in dimensions");
-    }
-    const PieceColumns columns = {static_cast<std::size_t>(count),
-                                  static_cast<std::size_t>(dimensions),
-                                  numbers.data(),
-                                  starts.data(),
-                                  addresses.data(),
-                                  runs.data(),
-                                  count_table.data(),
-                                  file_table.data(),
-                                  memory_table.data()};
-    const py::gil_scoped_release release;
-    return std::make_shared<PieceTable>(columns);
-}
-
-// ---- jobs ----
-
-struct JobHandle {
-    std::shared_ptr<Engine> engine;  // outlives the handle, so that cancelling is always safe
-    std::shared_ptr<Job> job;
-
-    bool done() const {
-        if (job->done()) return true;
-        if (engine->in_child()) engine->wait(*job, 0.0);  // throws
-        return false;
-    }
-
-    bool wait(double timeout_s) const {
-        if (std::isnan(timeout_s) || timeout_s < 0) {
-            throw std::invalid_argument("timeout_s is negative or not a number");
-        }
-        constexpr double slice_s = 0.1;
-        const auto begin = std::chrono::steady_clock::now();
-        for (;;) {
-            const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - begin;
-            const double left_s = std::max(timeout_s - spent.count(), 0.0);
-            bool ended;
-            {
-                const py::gil_scoped_release release;
-                ended = engine->wait(*job, std::min(left_s, slice_s));
-            }
-            if (ended) break;
-            if (left_s <= slice_s) return false;
-            if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-        }
-        job->rethrow();
-        return true;
-    }
-
-    py::array_t<std::uint32_t> checksums() const {
-        require_done();
-        return array_to(job->checksums());
-    }
-
-    py::array bad_blocks() const {
-        require_done();
-        if (job->operation() != Operation::read) throw std::invalid_argument("not a read job");
-        std::vector<std::int64_t> cells;
-        for (const BadBlock& block : job->bad_blocks()) {
-            cells.insert(cells.end(),
-                         {block.range_number, block.file_offset, block.expected, block.found});
-        }
-        return array_to(cells).reshape({-1, 4});
-    }
-
-    void require_done() const {
-        if (!done()) throw std::invalid_argument("job is not done");
-        job->rethrow();
-    }
-};
 
 // ---- engine ----
 
@@ -150,9 +58,15 @@ std::shared_ptr<Engine> make_engine(
 }
 
 JobHandle start_write(const std::shared_ptr<Engine>& engine, const File& file, std::int64_t start,
-                      std::int64_t length, std::shared_ptr<PieceTable> pieces) {
+                      std::int64_t length, std::shared_ptr<PieceTable> pieces, bool checksum_copies,
+                      std::int64_t bytes_per_s, int io_priority, bool syncs) {
+    if (bytes_per_s < 0) throw std::invalid_argument("bytes_per_s is negative");
+    if (io_priority < 0 || io_priority > 0xffff) {
+        throw std::invalid_argument("io_priority is not between 0 and 65535");
+    }
+    const WriteOptions options = {checksum_copies, bytes_per_s, io_priority, syncs};
     const py::gil_scoped_release release;
-    return {engine, engine->write(file, start, length, std::move(pieces))};
+    return {engine, engine->write(file, start, length, std::move(pieces), options)};
 }
 
 std::vector<Range> make_ranges(const py::object& file_number, const py::object& start,
@@ -220,16 +134,32 @@ void bind_memory(py::module_& module) {
     py::class_<PieceTable, std::shared_ptr<PieceTable>>(module, "Pieces", py::is_final())
         .def(py::init(&make_pieces), py::arg("file_number"), py::arg("file_start"),
              py::arg("address"), py::arg("run_bytes"), py::arg("counts"), py::arg("file_strides"),
-             py::arg("memory_strides"))
+             py::arg("memory_strides"), py::kw_only(), py::arg("device_number") = py::none(),
+             py::arg("device_events") = std::shared_ptr<DeviceEvents>())
         .def("__len__", &PieceTable::size);
 
     py::class_<SlabPool, std::shared_ptr<SlabPool>>(module, "SlabPool", py::is_final())
-        .def(py::init<std::int64_t, std::int64_t>(), py::arg("slab_bytes"), py::arg("slab_count"),
-             without_gil)
+        .def(py::init<std::int64_t, std::int64_t, bool>(), py::arg("slab_bytes"),
+             py::arg("slab_count"), py::kw_only(), py::arg("touched") = true, without_gil)
         .def_property_readonly("slab_bytes", &SlabPool::slab_bytes)
         .def_property_readonly("slab_count", &SlabPool::slab_count)
         .def_property_readonly("free_count", &SlabPool::free_count)
-        .def_property_readonly("allocate_s", &SlabPool::allocate_s);
+        .def_property_readonly("allocate_s", &SlabPool::allocate_s)
+        .def_property_readonly(
+            "address",
+            [](const SlabPool& pool) { return reinterpret_cast<std::uintptr_t>(pool.data()); })
+        .def("page_lock", &SlabPool::page_lock, py::arg("cuda").none(false), py::arg("device"),
+             without_gil);
+}
+
+void bind_devices(py::module_& module) {
+    py::class_<CudaRuntime, std::shared_ptr<CudaRuntime>>(module, "Cuda", py::is_final())
+        .def(py::init([](const Path& path) { return std::make_shared<CudaRuntime>(path.name); }),
+             py::arg("path") = "")
+        .def_property_readonly("path",
+                               [](const CudaRuntime& cuda) { return path_to(cuda.path()); });
+    py::class_<DeviceEvents, std::shared_ptr<DeviceEvents>>(module, "DeviceEvents", py::is_final())
+        .def(py::init(&record_events), py::arg("cuda").none(false), py::arg("streams"));
 }
 
 void bind_node_cache(py::module_& module) {
@@ -265,7 +195,8 @@ void bind_file(py::module_& module) {
         .def_property_readonly("memory_alignment", &File::memory_alignment)
         .def("set_direct", &File::set_direct, py::arg("direct"), without_gil)
         .def("size", &File::size, without_gil)
-        .def("preallocate", &File::preallocate, py::arg("length"), without_gil)
+        .def("preallocate", &File::preallocate, py::arg("length"), py::arg("start") = 0,
+             without_gil)
         .def("truncate", &File::truncate, py::arg("length"), without_gil)
         .def("close", &File::close, without_gil)
         .def_property_readonly("closed", &File::closed);
@@ -285,7 +216,16 @@ void bind_engine(py::module_& module) {
                                [](const JobHandle& h) { return h.job->bytes_shared(); })
         .def_property_readonly("copy_s", [](const JobHandle& h) { return h.job->copy_s(); })
         .def_property_readonly("checksum_s", [](const JobHandle& h) { return h.job->checksum_s(); })
-        .def("checksums", &JobHandle::checksums);
+        .def("checksums", &JobHandle::checksums)
+        .def("staged", [](const JobHandle& handle) { return handle.staged(); })
+        .def("wait_staged", &JobHandle::wait_staged, py::arg("timeout_s"))
+        .def_property_readonly("bytes_staged",
+                               [](const JobHandle& h) { return h.job->bytes_staged(); })
+        .def_property_readonly("staged_at_s",
+                               [](const JobHandle& h) { return h.job->staged_at_s(); })
+        .def_property_readonly("written_at_s",
+                               [](const JobHandle& h) { return h.job->written_at_s(); })
+        .def_property_readonly("done_at_s", [](const JobHandle& h) { return h.job->done_at_s(); });
 
     py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", py::is_final())
         .def(py::init(&make_engine), py::arg("kind"), py::arg("pool").none(false), py::kw_only(),
@@ -295,11 +235,15 @@ void bind_engine(py::module_& module) {
              py::arg("registered_memory") = std::vector<std::pair<std::uintptr_t, std::int64_t>>())
         .def_property_readonly("kind", &Engine::kind)
         .def_property_readonly("reason", &Engine::reason)
+        .def_property_readonly("slab_count", &Engine::slab_count)
+        .def("page_lock", &Engine::page_lock, py::arg("cuda").none(false), py::arg("device"),
+             without_gil)
         .def_property_readonly("submit_calls", &Engine::submit_calls)
         .def("transfer", &start_transfer, py::arg("operation"), py::arg("files"),
              py::arg("file_number"), py::arg("start"), py::arg("length"), py::arg("address"))
         .def("write", &start_write, py::arg("file"), py::arg("start"), py::arg("length"),
-             py::arg("pieces").none(false))
+             py::arg("pieces").none(false), py::kw_only(), py::arg("checksum_copies") = false,
+             py::arg("bytes_per_s") = 0, py::arg("io_priority") = 0, py::arg("syncs") = false)
         .def("read", &start_read, py::arg("files"), py::arg("file_number"), py::arg("start"),
              py::arg("length"), py::arg("pieces").none(false), py::arg("expected"),
              py::arg("cache") = std::shared_ptr<NodeCache>(),
@@ -321,12 +265,12 @@ void bind_engine(py::module_& module) {
 void bind_commit_operations(py::module_& module) {
     module.def(
         "write_file",
-        [](const Path& path, const py::object& data) {
+        [](const Path& path, const py::object& data, bool sync) {
             const ContiguousBuffer buffer(data);
             const py::gil_scoped_release release;
-            write_file(path.name, buffer.data(), buffer.length());
+            write_file(path.name, buffer.data(), buffer.length(), sync);
         },
-        py::arg("path"), py::arg("data"));
+        py::arg("path"), py::arg("data"), py::kw_only(), py::arg("sync") = true);
     module.def(
         "read_file",
         [](const Path& path) {
@@ -381,6 +325,9 @@ PYBIND11_MODULE(_engine, module) {
             return crc32c(buffer.data(), buffer.length(), value);
         },
         py::arg("data"), py::arg("value") = 0);
+    module.def("block_checksums", &block_checksums, py::arg("pieces").none(false), py::arg("start"),
+               py::arg("length"), py::arg("block_number"));
+    bind_devices(module);
     bind_memory(module);
     bind_node_cache(module);
     bind_file(module);

@@ -1,6 +1,9 @@
 // See copy.hpp for what is guaranteed.
 #include "copy.hpp"
 
+#include "checksum.hpp"
+#include "device.hpp"
+
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
@@ -132,7 +135,8 @@ void copy_past_cache(std::uint8_t* to, const std::uint8_t* from, std::int64_t le
     std::memcpy(to + at, from + at, size - at);
 }
 
-PieceTable::PieceTable(const PieceColumns& columns) {
+PieceTable::PieceTable(const PieceColumns& columns, std::shared_ptr<const DeviceEvents> events)
+    : events_(std::move(events)) {
     if (columns.dimensions > max_dimensions) {
         throw std::invalid_argument("pieces have more than 16 dimensions");
     }
@@ -140,6 +144,8 @@ PieceTable::PieceTable(const PieceColumns& columns) {
     dimensions_.reserve(columns.count);
     prefix_ends_.reserve(columns.count);
     for (std::size_t i = 0; i < columns.count; ++i) add(columns, i);
+    // Which of the two wins would depend on where it lies.
+    if (events_ && overlap_) throw std::invalid_argument("pieces overlap, and some lie on devices");
 }
 
 void PieceTable::add(const PieceColumns& columns, std::size_t i) {
@@ -197,6 +203,12 @@ void PieceTable::add(const PieceColumns& columns, std::size_t i) {
     if (__builtin_add_overflow(piece.file_start, span, &piece.file_end)) reject(i, "end overflows");
     if (__builtin_add_overflow(bytes_, total, &bytes_)) reject(i, "too many bytes in all");
     piece.dense = span == total;
+    piece.device = -1;
+    if (columns.device_number != nullptr && columns.device_number[i] >= 0) {
+        if (!events_ || !events_->cover(columns.device_number[i])) reject(i, "device has no event");
+        piece.device = static_cast<std::int16_t>(columns.device_number[i]);
+        if (total != piece.run_bytes) reject(i, "on a device, but not contiguous");
+    }
     piece.dimensions = static_cast<std::uint8_t>(kept_count);
     while (kept_count > 0) dimensions_.push_back(kept[--kept_count]);
     append(i, piece);
@@ -299,7 +311,7 @@ auto PieceTable::candidates(const Window& window) const noexcept
 
 PieceTable::Span PieceTable::next_span(const Window& window) const noexcept {
     const Span whole = {nullptr, window.length, nullptr};
-    if (overlap_) return whole;
+    if (overlap_ || events_) return whole;
     const std::int64_t window_end = window.start + window.length;
     const auto [first, end_of_file] = candidates(window);
     for (const Piece* piece = first; piece != end_of_file; ++piece) {
@@ -317,6 +329,36 @@ PieceTable::Span PieceTable::next_span(const Window& window) const noexcept {
         return {source, length, next};
     }
     return whole;
+}
+
+std::vector<DeviceRun> PieceTable::device_runs(const Window& window) const {
+    std::vector<DeviceRun> runs;
+    const std::int64_t window_end = window.start + window.length;
+    const auto [first, end_of_file] = candidates(window);
+    for (const Piece* piece = first; piece != end_of_file; ++piece) {
+        if (piece->file_start >= window_end) break;
+        const std::int64_t start = std::max(piece->file_start, window.start);
+        const std::int64_t length = std::min(piece->file_end, window_end) - start;
+        if (piece->device < 0 || length <= 0) continue;
+        runs.push_back({piece->device, piece->address + (start - piece->file_start),
+                        window.slab + (start - window.start), length});
+    }
+    return runs;
+}
+
+std::uint32_t PieceTable::checksum(Window window, std::uint8_t* scratch) const noexcept {
+    std::uint32_t value = 0;
+    const std::int64_t end = window.start + window.length;
+    while (window.start < end) {
+        window.length = end - window.start;
+        window.slab = scratch;
+        const Span span = next_span(window);
+        window.length = span.length;
+        if (span.source == nullptr) pack(window);
+        value = crc32c(span.source == nullptr ? scratch : span.source, span.length, value);
+        window.start += span.length;
+    }
+    return value;
 }
 
 template <Direction direction>
@@ -338,7 +380,7 @@ std::int64_t PieceTable::move(const Window& window) const noexcept {
         if constexpr (direction == Direction::pack) {
             zero_up_to(piece->dense ? std::max(piece->file_start, window.start) : piece_end);
         }
-        copied += move_piece<direction>(*piece, window);
+        if (piece->device < 0) copied += move_piece<direction>(*piece, window);
         filled = std::max(filled, piece_end);
     }
     if constexpr (direction == Direction::pack) zero_up_to(window_end);

@@ -13,14 +13,20 @@
 //    run.
 // 6. Addresses are trusted; everything else is checked. Zero pieces and pieces of zero bytes are
 //    legal.
+// 7. A piece may lie on a device, as one run of bytes. Nothing here reads it: device_runs says
+// where
+//    its bytes are, and pack leaves those of the window as they are.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
 namespace megatron_uring {
+
+class DeviceEvents;
 
 enum class Direction { pack, scatter };
 
@@ -34,6 +40,7 @@ struct PieceColumns {
     const std::int64_t* counts = nullptr;
     const std::int64_t* file_strides = nullptr;
     const std::int64_t* memory_strides = nullptr;
+    const std::int32_t* device_number = nullptr;  // -1: in host memory, as all are without it
 };
 
 struct Window {
@@ -41,6 +48,13 @@ struct Window {
     std::int64_t start;  // in the file
     std::int64_t length;
     std::uint8_t* slab;  // holds the byte at `start`
+};
+
+struct DeviceRun {
+    std::int32_t device;
+    const std::uint8_t* source;
+    std::uint8_t* slab;
+    std::int64_t length;
 };
 
 // Copies without leaving the destination in the cache, where nobody will read it soon. Other
@@ -52,15 +66,21 @@ void copy_past_cache(std::uint8_t* to, const std::uint8_t* from, std::int64_t le
 class PieceTable {
   public:
     static constexpr std::size_t max_dimensions = 16;
+    static constexpr std::int32_t max_device_number = 32767;
 
-    // Throws std::invalid_argument, naming the piece.
-    explicit PieceTable(const PieceColumns& columns);
+    // Throws std::invalid_argument, naming the piece. `events` cover every device that has pieces.
+    explicit PieceTable(const PieceColumns& columns,
+                        std::shared_ptr<const DeviceEvents> events = nullptr);
 
     std::size_t size() const noexcept { return pieces_.size(); }
     std::int64_t bytes() const noexcept { return bytes_; }
     std::int32_t max_file_number() const noexcept;  // -1 without pieces
     // Whether all bytes of all pieces lie in [start, end).
     bool within(std::int64_t start, std::int64_t end) const noexcept;
+
+    // Null if all pieces are in host memory.
+    const DeviceEvents* device_events() const noexcept { return events_.get(); }
+    std::vector<DeviceRun> device_runs(const Window& window) const;
 
     // How the window begins: bytes that lie in one run of memory, long enough to be copied past the
     // cache, or (nullptr) bytes up to the next such run, which pack has to gather. At least one.
@@ -70,6 +90,10 @@ class PieceTable {
         const std::uint8_t* next;  // what follows in the file, most likely; a hint
     };
     Span next_span(const Window& window) const noexcept;
+
+    // CRC32C of the window as pack would fill it; `scratch` holds as many bytes, those of devices
+    // already.
+    std::uint32_t checksum(Window window, std::uint8_t* scratch) const noexcept;
 
     // Returns the bytes copied.
     std::int64_t pack(const Window& window) const noexcept;
@@ -90,6 +114,7 @@ class PieceTable {
         std::int32_t file_number;
         std::uint8_t dimensions;  // at least 1
         bool dense;               // no gap between its runs
+        std::int16_t device;      // -1: in host memory
     };
 
     void add(const PieceColumns& columns, std::size_t i);
@@ -105,6 +130,7 @@ class PieceTable {
     std::vector<Dimension> dimensions_;
     std::vector<std::int64_t> prefix_ends_;  // largest file_end of the same file so far
     std::int64_t bytes_ = 0;
+    std::shared_ptr<const DeviceEvents> events_;
     bool overlap_ = false;  // of pieces, in file order
 };
 

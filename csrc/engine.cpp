@@ -116,14 +116,11 @@ bool Engine::wait_until_idle(bool cancelled) noexcept {
     return true;
 }
 
-void Engine::destroy(Engine* engine) noexcept {
-    if (engine->close()) delete engine;
-}
-
 // ---- jobs ----
 
 std::shared_ptr<Job> Engine::write(const File& file, std::int64_t start, std::int64_t length,
-                                   std::shared_ptr<const PieceTable> pieces) {
+                                   std::shared_ptr<const PieceTable> pieces,
+                                   const WriteOptions& options) {
     stamp_.require_owner("engine");
     if (length % write_alignment_bytes != 0) {
         throw std::invalid_argument("length is not a multiple of 4096: " + std::to_string(length));
@@ -137,6 +134,7 @@ std::shared_ptr<Job> Engine::write(const File& file, std::int64_t start, std::in
     if (!pieces->within(start, start + length)) {
         throw std::invalid_argument("a piece lies outside of [start, start + length)");
     }
+    job->set_write_options(options);
     this->start(job);
     return job;
 }
@@ -156,24 +154,6 @@ std::shared_ptr<Job> Engine::read(const std::vector<const File*>& files, std::ve
                                      std::move(pieces), std::move(expected), std::move(sharing),
                                      pool_->slab_bytes());
     start(job);
-    return job;
-}
-
-std::shared_ptr<Job> Engine::sync(const File& file) {
-    stamp_.require_owner("engine");
-    auto job =
-        std::make_shared<Job>(Operation::sync, std::vector{file.descriptor()}, std::vector<Range>{},
-                              nullptr, std::nullopt, Sharing{}, pool_->slab_bytes());
-    auto request = std::make_unique<Request>();
-    request->job = job;
-    request->descriptor = job->files_.front().get();
-    request->operation = Operation::sync;
-    {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        enlist_locked(job, false);
-        job->in_flight_ = 1;
-    }
-    backend_->submit(std::move(request));
     return job;
 }
 
@@ -201,6 +181,12 @@ bool Engine::wait(const Job& job, double timeout_s) const {
     return job.wait(timeout_s);
 }
 
+bool Engine::wait_staged(const Job& job, double timeout_s) const {
+    if (job.staged()) return true;
+    stamp_.require_owner("job");
+    return job.wait_staged(timeout_s);
+}
+
 void Engine::cancel(Job& job) {
     if (job.done()) return;
     stamp_.require_owner("job");
@@ -225,10 +211,11 @@ bool Engine::settle_locked(Job& job) noexcept {
 // ---- the way of a chunk ----
 
 void Engine::work() noexcept {
+    DeviceStreams streams;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
         try {
-            if (advance_one(lock)) continue;
+            if (advance_one(lock, streams)) continue;
         } catch (...) {  // no memory for a request
             waiting_.front()->fail(std::current_exception());
             continue;
@@ -245,7 +232,7 @@ void Engine::work() noexcept {
 
 // Returns false if there is nothing to do. Throws only while it makes a request for the first job
 // that waits, with the lock held and nothing changed.
-bool Engine::advance_one(std::unique_lock<std::mutex>& lock) {
+bool Engine::advance_one(std::unique_lock<std::mutex>& lock, DeviceStreams& streams) {
     if (drop_stopped(lock)) return true;
     const auto unlocked = [&lock](auto&& call) {
         lock.unlock();
@@ -269,7 +256,11 @@ bool Engine::advance_one(std::unique_lock<std::mutex>& lock) {
         });
     }
     if (std::unique_ptr<Request> request = next_request_locked(Operation::write)) {
-        return unlocked([&] { fill(std::move(request)); });
+        return unlocked([&] { fill(std::move(request), streams); });
+    }
+    if (!staged_.empty()) {
+        std::unique_ptr<Request> request = staged_.pop_front();
+        return unlocked([&] { check(std::move(request)); });
     }
     return false;
 }
@@ -340,15 +331,6 @@ void Engine::retry_deferred(std::unique_lock<std::mutex>& lock) noexcept {
     lock.lock();
 }
 
-void Engine::fill(std::unique_ptr<Request> request) noexcept {
-    request->fill();
-    if (request->job->stopped()) {
-        retire(std::move(request));
-    } else {
-        backend_->submit(std::move(request));
-    }
-}
-
 void Engine::finished(std::unique_ptr<Request> request) noexcept {
     Job& job = *request->job;
     if (request->operation == Operation::read && request->slab && !job.stopped()) {
@@ -371,6 +353,7 @@ void Engine::retire(std::unique_ptr<Request> request) noexcept {
     const bool transfer = request->transfers();
     const std::shared_ptr<Job> job = std::move(request->job);
     request.reset();  // the slab goes back before the job can be seen to be done
+    std::unique_ptr<Request> sync;
     bool settled;
     {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -380,8 +363,10 @@ void Engine::retire(std::unique_ptr<Request> request) noexcept {
             --transfers_in_flight_;
             work_available_.notify_one();
         }
+        sync = next_sync_locked(job);
         settled = settle_locked(*job);
     }
+    if (sync) backend_->submit(std::move(sync));
     if (settled) job->complete();
     idle_.notify_all();
 }

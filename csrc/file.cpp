@@ -176,15 +176,15 @@ std::int64_t File::size() const {
     return facts.st_size;
 }
 
-bool File::preallocate(std::int64_t length) {
-    if (length < 0) throw std::invalid_argument("length is negative");
+bool File::preallocate(std::int64_t length, std::int64_t start) {
+    if (length < 0 || start < 0) throw std::invalid_argument("length or start is negative");
     if (length == 0) return true;
     const auto held = descriptor();
     const std::int64_t result =
-        retry(Operation::preallocate, path_, 0, length,
-              [&](std::int64_t wanted) { return ::fallocate(held->number(), 0, 0, wanted); });
+        retry(Operation::preallocate, path_, start, length,
+              [&](std::int64_t wanted) { return ::fallocate(held->number(), 0, start, wanted); });
     if (result == -EOPNOTSUPP || result == -ENOSYS || result == -EINVAL) return false;
-    if (result < 0) fail(result, describe("preallocate", 0, length), path_);
+    if (result < 0) fail(result, describe("preallocate", start, length), path_);
     return true;
 }
 
@@ -244,11 +244,11 @@ void sync_number(Descriptor& file, Operation operation) {
 
 }  // namespace
 
-void write_file(const std::string& path, const std::uint8_t* data, std::int64_t length) {
+void write_file(const std::string& path, const std::uint8_t* data, std::int64_t length, bool sync) {
     Descriptor file(open_number(path, O_WRONLY | O_CREAT | O_EXCL), path);
     try {
         write_all(file, data, length);
-        sync_number(file, Operation::sync);
+        if (sync) sync_number(file, Operation::sync);
         file.close();
     } catch (...) {
         ::unlink(path.c_str());  // best effort, and not through the recorder: the first error is

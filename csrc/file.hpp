@@ -9,7 +9,9 @@
 //    created the file.
 // 4. `direct` says what is in force, after all fallbacks. Alignment comes from statx; 4096 where it
 //    does not tell.
-// 5. write_file leaves either a whole, synced file or none. Nothing is retried after a failed sync.
+// 5. write_file leaves either a whole file, synced unless the caller can do without, or none.
+// Nothing
+//    is retried after a failed sync.
 // 6. Children of fork close the descriptors that were registered with close_in_child.
 #pragma once
 
@@ -63,7 +65,7 @@ class File {
     std::int64_t memory_alignment() const noexcept { return memory_alignment_; }
     void set_direct(bool direct);
     std::int64_t size() const;
-    bool preallocate(std::int64_t length);
+    bool preallocate(std::int64_t length, std::int64_t start = 0);
     void truncate(std::int64_t length);
     void close();
     bool closed() const;
@@ -83,7 +85,7 @@ class File {
     bool last_direct_ = false;
 };
 
-void write_file(const std::string& path, const std::uint8_t* data, std::int64_t length);
+void write_file(const std::string& path, const std::uint8_t* data, std::int64_t length, bool sync);
 std::string read_file(const std::string& path);
 void rename(const std::string& source, const std::string& destination);
 void sync_directory(const std::string& path);

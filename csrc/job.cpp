@@ -30,6 +30,12 @@ void check_range(const Range& range, std::size_t file_count, std::size_t number,
     }
 }
 
+// On Linux, steady_clock is CLOCK_MONOTONIC.
+std::int64_t monotonic_ns() noexcept {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
 }  // namespace
 
 Job::Job(Operation operation, std::vector<std::shared_ptr<Descriptor>> files,
@@ -55,6 +61,9 @@ Job::Job(Operation operation, std::vector<std::shared_ptr<Descriptor>> files,
     }
     if (sharing_.cache && (!expected_ || sharing_.file_keys.size() != files_.size())) {
         throw std::invalid_argument("sharing needs expected checksums and a key for each file");
+    }
+    if (operation_ == Operation::read && pieces_->device_events() != nullptr) {
+        throw std::invalid_argument("pieces of a read lie in host memory");
     }
     checksums_.resize(blocks);
     chunks_ = schedule(ranges_, sharing_, slab_bytes);
@@ -90,6 +99,38 @@ bool Job::wait(double timeout_s) const {
     std::unique_lock<std::mutex> lock(mutex_);
     return finished_.wait_for(lock, std::chrono::duration<double>(timeout_s),
                               [this] { return done(); });
+}
+
+bool Job::wait_staged(double timeout_s) const {
+    if (staged()) return true;
+    std::unique_lock<std::mutex> lock(mutex_);
+    return finished_.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                              [this] { return staged(); });
+}
+
+void Job::add_staged(std::int64_t bytes) noexcept {
+    const std::int64_t staged = bytes_staged_.fetch_add(bytes, std::memory_order_acq_rel) + bytes;
+    if (staged < bytes_total_) return;
+    staged_at_ns_.store(monotonic_ns());
+    const std::lock_guard<std::mutex> lock(mutex_);  // or who is about to wait would miss it
+    finished_.notify_all();
+}
+
+void Job::stamp_written() noexcept {
+    written_at_ns_.store(monotonic_ns());
+}
+
+// How long to wait before these bytes may be written.
+std::chrono::steady_clock::duration Job::reserve(std::int64_t bytes) noexcept {
+    using Clock = std::chrono::steady_clock;
+    if (write_options_.bytes_per_s <= 0) return Clock::duration{0};
+    const std::chrono::duration<double> takes(static_cast<double>(bytes) /
+                                              static_cast<double>(write_options_.bytes_per_s));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto now = Clock::now();
+    const auto begin = std::max(next_write_, now);  // what was not used is not saved up
+    next_write_ = begin + std::chrono::duration_cast<Clock::duration>(takes);
+    return begin - now;
 }
 
 void Job::rethrow() const {
@@ -136,6 +177,10 @@ void Job::complete() noexcept {
     std::sort(bad_blocks_.begin(), bad_blocks_.end(), [](const BadBlock& a, const BadBlock& b) {
         return std::pair(a.range_number, a.file_offset) < std::pair(b.range_number, b.file_offset);
     });
+    done_at_ns_.store(monotonic_ns());
+    // failed, or no bytes
+    if (staged_at_ns_.load() == 0) staged_at_ns_.store(done_at_ns_.load());
+    if (written_at_ns_.load() == 0) written_at_ns_.store(done_at_ns_.load());
     done_.store(true, std::memory_order_release);
     finished_.notify_all();
 }

@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "device.hpp"
 #include "job.hpp"
 #include "slab_pool.hpp"
 
@@ -41,6 +42,11 @@ struct Request {
     // Write: copies the pieces into the slab and computes the checksums. Ends early if the job has
     // been stopped.
     void fill() noexcept;
+    // The same in two steps, if some of the pieces lie on devices: copies, through the streams of
+    // this thread, after which the chunk is staged; and checksums, which nobody waits for.
+    bool copies_from_devices() const noexcept;
+    void stage(DeviceStreams& streams) noexcept;
+    void check_slab() noexcept;
     // Read: whether the chunk came from the node's cache; if not, whether it has to be read now.
     NodeCache::Outcome look_in_cache(bool patient) noexcept;
     // Read: verifies the blocks of the slab and scatters them.
@@ -50,6 +56,9 @@ struct Request {
     const Step& prepare() noexcept;
     Outcome advance(std::int64_t result) noexcept;
     int number() const noexcept { return descriptor->number(); }
+    int io_priority() const noexcept {  // of other operations the kernel refuses one
+        return operation == Operation::write ? job->write_options_.io_priority : 0;
+    }
 
     std::shared_ptr<Job> job;
     Descriptor* descriptor = nullptr;  // kept open by the job

@@ -299,9 +299,8 @@ class RingBackend final : public Backend {
         const Request::Step& step = request.step;
         const auto length = static_cast<unsigned>(step.length);
         const auto offset = static_cast<std::uint64_t>(step.offset);
-        const int slot = file_slots_ ? file_slots_->acquire(*request.descriptor) : -1;
-        request.file_slot = slot;
-        const int file = slot < 0 ? request.number() : slot;
+        if (file_slots_) request.file_slot = file_slots_->acquire(*request.descriptor);
+        const int file = request.file_slot < 0 ? request.number() : request.file_slot;
         const int memory = memory_number(step);
         if (request.operation == Operation::sync) {
             io_uring_prep_fsync(&entry, file, IORING_FSYNC_DATASYNC);
@@ -314,7 +313,8 @@ class RingBackend final : public Backend {
         } else {
             io_uring_prep_read(&entry, file, step.buffer, length, offset);
         }
-        if (slot >= 0) entry.flags |= IOSQE_FIXED_FILE;
+        entry.ioprio = static_cast<std::uint16_t>(request.io_priority());
+        if (request.file_slot >= 0) entry.flags |= IOSQE_FIXED_FILE;
     }
 
     // Of the registered range that holds all of the step's memory; -1 if none does.

@@ -28,7 +28,7 @@ void Slab::reset() noexcept {
     pool_ = nullptr;
 }
 
-SlabPool::SlabPool(std::int64_t slab_bytes, std::int64_t slab_count)
+SlabPool::SlabPool(std::int64_t slab_bytes, std::int64_t slab_count, bool touched)
     : slab_bytes_(slab_bytes), slab_count_(slab_count) {
     if (slab_bytes <= 0 || slab_bytes % block_bytes != 0) {
         throw std::invalid_argument("slab_bytes is not a positive multiple of 1 MiB: " +
@@ -45,7 +45,7 @@ SlabPool::SlabPool(std::int64_t slab_bytes, std::int64_t slab_count)
     free_.reserve(static_cast<std::size_t>(slab_count));
     const auto begin = std::chrono::steady_clock::now();
     map();
-    touch();
+    if (touched) touch();
     allocate_s_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     for (std::int64_t i = slab_count; i-- > 0;) free_.push_back(base_ + i * slab_bytes);
 }
@@ -90,7 +90,32 @@ void SlabPool::touch() {
 
 SlabPool::~SlabPool() {
     // In a child the range is not ours any more: something else may be mapped there.
-    if (!stamp_.in_child()) munmap(base_, mapped_bytes_);
+    if (stamp_.in_child()) return;
+    if (locked_by_) {
+        try {
+            CurrentDevice current(locked_by_);
+            current.change_to(lock_device_);
+            locked_by_->unregister_host(base_);
+        } catch (const OsError&) {  // a device that is lost holds no memory any more
+        }
+    }
+    munmap(base_, mapped_bytes_);
+}
+
+std::string SlabPool::page_lock(const std::shared_ptr<const CudaRuntime>& runtime, int device) {
+    stamp_.require_owner("slab pool");
+    const std::lock_guard<std::mutex> lock(page_lock_mutex_);
+    if (std::exchange(page_lock_tried_, true)) return page_lock_refusal_;
+    try {
+        CurrentDevice current(runtime);
+        current.change_to(device);
+        runtime->register_host(base_, mapped_bytes_);
+        locked_by_ = runtime;
+        lock_device_ = device;
+    } catch (const OsError& error) {
+        page_lock_refusal_ = error.message();
+    }
+    return page_lock_refusal_;
 }
 
 std::int64_t SlabPool::free_count() const {

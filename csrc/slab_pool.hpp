@@ -5,19 +5,26 @@
 // 2. Every slab is private memory aligned to 2 MiB (if slab_bytes is a multiple of it; to 1 MiB
 //    otherwise) with MADV_HUGEPAGE, because 4 KiB pages halve the bandwidth of direct writes, and
 //    with MADV_DONTFORK, because copying the page tables of a pool makes fork slow. All pages are
-//    touched once, at construction.
+//    touched once, at construction, unless whoever made the pool cannot wait for that: then by
+//    whom uses a slab first, and memory that is not there is met only then.
 // 3. A slab has one owner, a move-only Slab; destroying it returns the slab, and then wakes the
 //    engines that wait.
-// 4. A listener is never called with the lock of the free list held, so an engine may try_acquire
+// 4. page_lock registers the whole mapping with CUDA, once, so that devices copy into it by
+//    themselves and at full speed. Where that is refused the pool works as before; why is
+//    remembered, and not tried again.
+// 5. A listener is never called with the lock of the free list held, so an engine may try_acquire
 //    under its own lock; it must not destroy a Slab there.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "cuda.hpp"
 #include "error.hpp"
 
 namespace megatron_uring {
@@ -60,7 +67,7 @@ class SlabListener {
 
 class SlabPool {
   public:
-    SlabPool(std::int64_t slab_bytes, std::int64_t slab_count);
+    SlabPool(std::int64_t slab_bytes, std::int64_t slab_count, bool touched = true);
     ~SlabPool();
     SlabPool(const SlabPool&) = delete;
     SlabPool& operator=(const SlabPool&) = delete;
@@ -69,6 +76,11 @@ class SlabPool {
     std::int64_t slab_count() const noexcept { return slab_count_; }
     std::int64_t free_count() const;
     double allocate_s() const noexcept { return allocate_s_; }
+
+    const std::uint8_t* data() const noexcept { return base_; }
+
+    // Empty, or why it was refused. Touches the memory of the pool.
+    std::string page_lock(const std::shared_ptr<const CudaRuntime>& runtime, int device);
 
     // An empty Slab when none is free; never waits.
     Slab try_acquire() noexcept;
@@ -93,6 +105,11 @@ class SlabPool {
     std::vector<std::uint8_t*> free_;  // reserved for all slabs: pushing cannot fail
     std::mutex listeners_mutex_;
     std::vector<SlabListener*> listeners_;
+    std::mutex page_lock_mutex_;
+    bool page_lock_tried_ = false;
+    std::string page_lock_refusal_;
+    std::shared_ptr<const CudaRuntime> locked_by_;  // while it is page-locked
+    int lock_device_ = -1;                          // whose context was asked
 };
 
 }  // namespace megatron_uring

@@ -29,6 +29,34 @@ def crc32c(data: Buffer, value: int = 0) -> int:
     """CRC32C (Castagnoli, RFC 3720 convention: initial and final inversion) of a contiguous
     buffer."""
 
+def block_checksums(
+    pieces: Pieces, start: int, length: int, block_number: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint32]:
+    """Checksums of these blocks of the region [start, start + length), as a write of `pieces` that
+    begins and ends while nobody changes the memory gives them. Pieces on devices are copied here
+    to be read."""
+
+@final
+class Cuda:
+    """The CUDA runtime (`csrc/cuda.hpp`): the one that the process has loaded already, or, with a
+    `path`, that one, a file or a name that the loader finds. OSError (EIO) where it cannot be had.
+
+    Every call of CUDA that fails, here or in a job, is an OSError (EIO) with the call and CUDA's
+    text in ``strerror``.
+    """
+
+    def __init__(self, path: str = "") -> None: ...
+    @property
+    def path(self) -> str:
+        """Of the library."""
+
+@final
+class DeviceEvents:
+    """What is queued now on these streams, one (device, handle) for each device: copies from the
+    devices wait for it."""
+
+    def __init__(self, cuda: Cuda, streams: Sequence[tuple[int, int]]) -> None: ...
+
 @final
 class Pieces:
     """N pieces of memory, each a box of a contiguous shard in a file (`csrc/copy.hpp`).
@@ -47,6 +75,9 @@ class Pieces:
     run_bytes : int64 [N]
     counts, file_strides, memory_strides : int64 [N, D], 0 <= D <= 16; unused trailing dimensions
     have count 1
+    device_number : int32 [N]     device on which the piece lies; -1, as all without it: host
+    memory. Of a write only; such a piece is contiguous, and overlaps none
+    device_events                 of every device that is named
     """
 
     def __init__(
@@ -58,15 +89,18 @@ class Pieces:
         counts: npt.NDArray[np.int64],
         file_strides: npt.NDArray[np.int64],
         memory_strides: npt.NDArray[np.int64],
+        *,
+        device_number: npt.NDArray[np.int32] | None = None,
+        device_events: DeviceEvents | None = None,
     ) -> None: ...
     def __len__(self) -> int: ...
 
 @final
 class SlabPool:
     """`slab_count` slabs of `slab_bytes` (a multiple of 1 MiB): private memory, MADV_HUGEPAGE,
-    MADV_DONTFORK, touched once."""
+    MADV_DONTFORK, touched once unless `touched` is false: then by whom uses a slab first."""
 
-    def __init__(self, slab_bytes: int, slab_count: int) -> None: ...
+    def __init__(self, slab_bytes: int, slab_count: int, *, touched: bool = True) -> None: ...
     @property
     def slab_bytes(self) -> int: ...
     @property
@@ -76,6 +110,14 @@ class SlabPool:
     @property
     def allocate_s(self) -> float:
         """Seconds that mapping and first touch took."""
+
+    @property
+    def address(self) -> int:
+        """Of its first byte."""
+
+    def page_lock(self, cuda: Cuda, device: int) -> str:
+        """Register all of it with CUDA, through the context of `device`; empty, or why that was
+        refused. It is tried once; asked again, it gives the same answer."""
 
 @final
 class NodeCache:
@@ -118,9 +160,9 @@ class File:
         first byte)."""
 
     def size(self) -> int: ...
-    def preallocate(self, length: int) -> bool:
-        """fallocate(2) of [0, length). False where the file system cannot (EOPNOTSUPP, ENOSYS,
-        EINVAL)."""
+    def preallocate(self, length: int, start: int = 0) -> bool:
+        """fallocate(2) of [start, start + length). False where the file system cannot (EOPNOTSUPP,
+        ENOSYS, EINVAL)."""
 
     def truncate(self, length: int) -> None: ...
     def close(self) -> None: ...
@@ -154,6 +196,27 @@ class Job:
 
     @property
     def checksum_s(self) -> float: ...
+    def staged(self) -> bool:
+        """Of a write: whether all was copied, or the job is done; the memory may change then."""
+
+    def wait_staged(self, timeout_s: float) -> bool:
+        """Whether it is `staged`, after `timeout_s` at most. Raises nothing that failed the job."""
+
+    @property
+    def bytes_staged(self) -> int: ...
+    @property
+    def staged_at_s(self) -> float:
+        """When it was `staged`, in seconds of CLOCK_MONOTONIC, which on Linux is
+        `time.perf_counter`; 0 until then."""
+
+    @property
+    def written_at_s(self) -> float:
+        """When the last byte was written, as `done_at_s`, which lies behind the sync."""
+
+    @property
+    def done_at_s(self) -> float:
+        """When it was done; 0 until then."""
+
     def checksums(self) -> npt.NDArray[np.uint32]:
         """Of a finished write or read: CRC32C of each block of each range, in order."""
 
@@ -203,12 +266,28 @@ class Engine:
         """Why this kind runs: ``"io_uring: asked for"``, ``"posix: io_uring_queue_init: Operation
         not permitted"`` ..."""
 
-    def write(self, file: File, start: int, length: int, pieces: Pieces) -> Job:
+    def write(
+        self,
+        file: File,
+        start: int,
+        length: int,
+        pieces: Pieces,
+        *,
+        checksum_copies: bool = False,
+        bytes_per_s: int = 0,
+        io_priority: int = 0,
+        syncs: bool = False,
+    ) -> Job:
         """Write [start, start+length) of `file`: the pieces, and zeros wherever no piece lies.
 
         `start` is a multiple of BLOCK_BYTES, `length` of 4096. Checksums are those of the bytes
         handed to the kernel, padding included; block k is [start + k MiB, min(start + (k+1) MiB,
         start+length)).
+
+        With `checksum_copies` they are those of the copies even where that takes longer, so that
+        memory that changes meanwhile never makes a block that a restore refuses. `bytes_per_s`
+        limits the rate (0: no limit), `io_priority` is that of ioprio_set(2) (0: none of its own).
+        With `syncs` the file is synced behind the last byte, before the job is done.
         """
 
     def read(
@@ -234,6 +313,13 @@ class Engine:
         read here are offered; `file_keys` has the number of each file there, the same in every
         process and of no other file. It needs `expected`.
         """
+
+    @property
+    def slab_count(self) -> int:
+        """Of its pool."""
+
+    def page_lock(self, cuda: Cuda, device: int) -> str:
+        """Its pool's."""
 
     @property
     def submit_calls(self) -> int:
@@ -266,8 +352,9 @@ class Engine:
         """Stop the threads after the jobs in flight; idempotent."""
 
 # Operations of the commit: through the same recorder as the engine's own.
-def write_file(path: str, data: Buffer) -> None:
-    """Create exclusively, write all, fsync, close. On failure the file is removed."""
+def write_file(path: str, data: Buffer, *, sync: bool = True) -> None:
+    """Create exclusively, write all, fsync unless not to `sync`, close. On failure the file is
+    removed."""
 
 def read_file(path: str) -> bytes: ...
 def rename(source: str, destination: str) -> None: ...
