@@ -15,7 +15,7 @@ Guarantees
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -166,6 +166,14 @@ class Communicator(ABC):
         """int64 [k], combined element by element over all ranks."""
 
     @abstractmethod
+    def start_allreduce(self, values: Columns, operation: Operation) -> Callable[[], Columns]:
+        """Begin an `allreduce`, and return what waits for it and gives its result.
+
+        Between the two any collectives may be called, in the same order on all ranks, and this
+        counts as one in both places.
+        """
+
+    @abstractmethod
     def barrier(self) -> None:
         """Return once every rank has come here."""
 
@@ -291,6 +299,11 @@ class SingleCommunicator(Communicator):
         """Return a copy of `values`."""
         self._check("allreduce")
         return np.array(as_columns(values))
+
+    def start_allreduce(self, values: Columns, operation: Operation) -> Callable[[], Columns]:
+        """The result is there at once."""
+        result = self.allreduce(values, operation)
+        return lambda: result
 
     def barrier(self) -> None:
         """Nobody to wait for."""

@@ -117,13 +117,23 @@ class GlooCommunicator(Communicator):
 
     def allreduce(self, values: Columns, operation: Operation) -> Columns:
         """See `Communicator.allreduce`."""
+        return self.start_allreduce(values, operation)()
+
+    def start_allreduce(self, values: Columns, operation: Operation) -> Callable[[], Columns]:
+        """See `Communicator.start_allreduce`; what lies between nodes is done at the end."""
         self._check("allreduce")
         result = np.array(as_columns(values))
-        self._reduce_in(self._node, result, operation)
-        if self.rank == self._node_members[0]:
-            self._reduce_in(self._leaders, result, operation)
-        self._broadcast_in("allreduce", self._node, result, 0)
-        return np.array(result)
+        finish_node = self._start_reduce_in(self._node, result, operation)
+
+        def finish() -> Columns:
+            self._check("allreduce")
+            finish_node()
+            if self.rank == self._node_members[0]:
+                self._start_reduce_in(self._leaders, result, operation)()
+            self._broadcast_in("allreduce", self._node, result, 0)
+            return np.array(result)
+
+        return finish
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
@@ -299,14 +309,17 @@ class GlooCommunicator(Communicator):
         tensors = [tensor_of(buffer)]
         self._run(operation, lambda: group.broadcast(tensors, options), tensors)
 
-    def _reduce_in(self, group: _Group, buffer: Columns, operation: Operation) -> None:
+    def _start_reduce_in(
+        self, group: _Group, buffer: Columns, operation: Operation
+    ) -> Callable[[], None]:
         if group is None or buffer.size == 0:
-            return
+            return lambda: None
         distributed = torch_distributed()
         options = distributed.AllreduceOptions()
         options.reduceOp = getattr(distributed.ReduceOp, operation.upper())
         tensors = [tensor_of(buffer)]
-        self._run("allreduce", lambda: group.allreduce(tensors, options), tensors)
+        work = self._start("allreduce", lambda: group.allreduce(tensors, options))
+        return lambda: self._complete("allreduce", work, tensors)
 
     def _allgather_in(self, group: _Group, columns: Columns, size: int) -> Columns:
         if group is None or columns.size == 0:
@@ -326,7 +339,10 @@ class GlooCommunicator(Communicator):
     def _run(self, operation: str, start: Callable[[], _Work], buffers: Sequence[object]) -> None:
         """Start a gloo collective and poll until it is over."""
         self._check(operation)
-        work = self._start(operation, start)
+        self._complete(operation, self._start(operation, start), buffers)
+
+    def _complete(self, operation: str, work: _Work, buffers: Sequence[object]) -> None:
+        """Poll until a gloo collective is over."""
         waiter = Waiter(self.timeout_s)
         while not work.is_completed():
             if waiter.expired():

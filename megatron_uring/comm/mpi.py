@@ -78,6 +78,7 @@ class MpiCommunicator(Communicator):
         self._sequence = 0
         self._meter = ProgressMeter()
         self._sends: list[tuple[MPI.Request, Bytes]] = []
+        self._started: dict[int, object] = {}
         self._arrivals: dict[int, bytes] = {}
         self._progressed = False
         self._pinged_at = 0.0
@@ -154,12 +155,26 @@ class MpiCommunicator(Communicator):
 
     def allreduce(self, values: Columns, operation: Operation) -> Columns:
         """See `Communicator.allreduce`."""
-        columns = as_columns(values)
+        return self.start_allreduce(values, operation)()
+
+    def start_allreduce(self, values: Columns, operation: Operation) -> Callable[[], Columns]:
+        """See `Communicator.start_allreduce`."""
+        self._check("allreduce")
+        columns = as_columns(values).copy()
         result = np.empty_like(columns)
         kind = self._mpi.INT64_T
         how = getattr(self._mpi, _OPERATIONS[operation])
-        self._collective("allreduce", self._comm.Iallreduce, [columns, kind], [result, kind], how)
-        return result
+        buffers = [columns, kind], [result, kind]
+        request = self._calling("allreduce", lambda: self._comm.Iallreduce(*buffers, how))
+        self._started[id(request)] = (request, buffers)  # MPI writes there, whoever forgets it
+
+        def finish() -> Columns:
+            self._check("allreduce")
+            self._wait("allreduce", [request], [], *buffers)
+            del self._started[id(request)]
+            return cast(Columns, result)
+
+        return finish
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
@@ -186,7 +201,7 @@ class MpiCommunicator(Communicator):
         elif abort:
             # MPI_Finalize is collective too, and would wait for ranks that may be dead.
             comm_launch.mark_broken("its communicator was aborted")
-            leak(self._comm, self._sends)
+            leak(self._comm, self._sends, self._started)
         self._closed = True
 
     def _check(self, operation: str) -> None:
@@ -201,7 +216,7 @@ class MpiCommunicator(Communicator):
     def _poison(self, error: CommunicationError, *buffers: object) -> CommunicationError:
         comm_launch.mark_broken(str(error))
         # Destructors of communicators and requests would call MPI.
-        return super()._poison(error, self._comm, self._sends, *buffers)
+        return super()._poison(error, self._comm, self._sends, self._started, *buffers)
 
     def _calling(self, operation: str, call: Callable[[], Any]) -> Any:
         """Call MPI; an MPI error breaks the communicator."""
