@@ -10,7 +10,7 @@ Guarantees
 
 from __future__ import annotations
 
-from megatron_uring.checkpoint import Report, restore, save
+from megatron_uring.checkpoint import restore, save, save_async
 from megatron_uring.config import Config
 from megatron_uring.errors import (
     CheckpointError,
@@ -21,7 +21,9 @@ from megatron_uring.errors import (
     StorageError,
     UnsupportedError,
 )
+from megatron_uring.fencing import fence
 from megatron_uring.megatron.switch import disable, enable, status
+from megatron_uring.pending import PendingSave
 from megatron_uring.providers import (
     CompositeProvider,
     ObjectProvider,
@@ -29,6 +31,7 @@ from megatron_uring.providers import (
     StateProvider,
     TensorProvider,
 )
+from megatron_uring.report import Report
 
 __version__ = "0.1.0"
 
@@ -40,6 +43,7 @@ __all__ = [
     "CorruptionError",
     "NotACheckpointError",
     "ObjectProvider",
+    "PendingSave",
     "Report",
     "Shard",
     "StateMismatchError",
@@ -49,7 +53,9 @@ __all__ = [
     "UnsupportedError",
     "disable",
     "enable",
+    "fence",
     "restore",
     "save",
+    "save_async",
     "status",
 ]

@@ -1,4 +1,5 @@
-"""save() and restore(): the data path, from a state dict to a committed checkpoint and back.
+"""save(), save_async() and restore(): the data path, from a state dict to a committed checkpoint
+and back.
 
 Guarantees
 ----------
@@ -7,6 +8,7 @@ Guarantees
   left that could be taken for one.
 - When `save` returns, the checkpoint is durable, and is the one that `restore` finds in the
   directory.
+- `save_async` is `save` in two parts: the second one, which commits, is `PendingSave.wait`.
 - `restore` is not collective: any rank, any subset of ranks, or a single process may call it.
 - `restore` reads only what is asked for, checks each block that it reads, and runs no code from the
   checkpoint.
@@ -16,69 +18,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_uring import comm, commit, providers, stage, tensors
+from megatron_uring import comm, commit, lazy, pending, providers, stage, tensors
 from megatron_uring import index as index_module
 from megatron_uring.config import Config
 from megatron_uring.errors import StateMismatchError
+from megatron_uring.fencing import fence
 from megatron_uring.index_rules import Index
 from megatron_uring.nesting import flatten, unflatten
-from megatron_uring.progress import Clock, step, together
+from megatron_uring.pending import PendingSave
+from megatron_uring.progress import MEETING, Clock, step, together
+from megatron_uring.report import Report
 from megatron_uring.restoring import Request, restore_requests
 from megatron_uring.saving import Saving
 
-
-@dataclass(frozen=True)
-class Report:
-    """What one save or restore did, as this rank saw it.
-
-    Attributes
-    ----------
-    directory, save_id
-    state_bytes
-        Tensors and objects of all ranks (save) or of this rank (restore).
-    file_bytes, files
-        On disk, index included (save), or read (restore).
-    seconds
-        From the call until the data is durable (save) or in place (restore).
-    phases_s
-        The same, by step.
-    engine, communicator, aggregation, staging
-        What ran, and why.
-    direct
-        Whether O_DIRECT was in force on this rank's subfile (save), or on all that were read
-        (restore).
-    shared_bytes
-        What other ranks of the node had read already (restore), beyond `file_bytes`.
-    copy_s, checksum_s
-        Seconds of the native threads, beside the writing or reading.
-    """
-
-    directory: str
-    save_id: str
-    state_bytes: int
-    file_bytes: int
-    files: int
-    seconds: float
-    phases_s: dict[str, float] = field(default_factory=dict)
-    engine: str = ""
-    communicator: str = ""
-    aggregation: str = ""
-    staging: str = ""
-    direct: bool = False
-    shared_bytes: int = 0
-    copy_s: float = 0.0
-    checksum_s: float = 0.0
-
-
-_last: dict[str, Report] = {}
+_restored: dict[str, Report] = {}
 
 
 def last_reports() -> dict[str, Report]:
     """Reports of this process's last save and restore, under ``"save"`` and ``"restore"``."""
-    return dict(_last)
+    saved = pending.last_save()
+    return {**({} if saved is None else {"save": saved}), **_restored}
 
 
 def save(
@@ -110,26 +71,83 @@ def save(
     CheckpointError
         On every rank, whichever rank it happened on.
     """
+    return _begin(state, directory, config, common, communicator, lazy=False).wait()
+
+
+def save_async(
+    state: Mapping[str, object] | providers.StateProvider,
+    directory: str | os.PathLike[str],
+    *,
+    config: Config | None = None,
+    common: bytes | None = None,
+    communicator: comm.Communicator | None = None,
+) -> PendingSave:
+    """Begin to write a checkpoint, and return while it is written; collective over all ranks.
+
+    Objects are serialized, and tensors that may change at any time copied, before this returns.
+    Parameters of the model and tensors of its optimizers are copied while the caller goes on: until
+    then nothing may change, move or free them. Steps of PyTorch optimizers and ``load_state_dict``
+    wait for that by themselves; a loop that changes them in another way calls `fence` before it
+    does. Which tensors those are: `lazy`.
+
+    Parameters
+    ----------
+    state, directory, config, common, communicator
+        As in `save`.
+
+    Returns
+    -------
+    PendingSave
+        The checkpoint exists when its ``wait()`` has returned: call that on all ranks, or
+        ``poll()`` from time to time and ``wait()`` when it says so.
+
+    Raises
+    ------
+    CheckpointError
+        On every rank, whichever rank it happened on; what happens later is raised by ``wait()``.
+    """
+    if not _watched:
+        _watched.append(lazy.watch())
+    return _begin(state, directory, config, common, communicator, lazy=True)
+
+
+_watched: list[lazy.Undo] = []
+
+
+def _begin(
+    state: Mapping[str, object] | providers.StateProvider,
+    directory: str | os.PathLike[str],
+    config: Config | None,
+    common: bytes | None,
+    communicator: comm.Communicator | None,
+    *,
+    lazy: bool,
+) -> PendingSave:
+    """Everything up to the beginning of the writes."""
     config = config or Config.from_environment()
     world = communicator or comm.current(config.timeout_s, config.communicator)
+    directory = os.fspath(directory)
+    pending.finish_in(directory)
+    clock = Clock()
     with together(world):
-        clock = Clock()
         with step(world, "collect state"):
             provider = providers.as_provider(state, world.rank, config.allowed_globals)
             provided = provider.collect()
-            host = stage.host_tensors(provided)
-        clock.lap("collect")
-        saving = Saving.begin(world, os.fspath(directory), config, provided, clock)
-        with step(world, "open engine"):
-            engine = stage.open_engine(saving.config)
-        clock.lap("engine")
+            host = stage.host_tensors(provided, lazily=lazy)
+        clock.lap(MEETING)
+        saving = Saving.begin(world, directory, config, provided, clock)
+        saving.lazy = lazy
         placed = saving.place(provided)
-        with saving.subfile(engine, placed) as file:
-            saving.write(engine, file, placed, provided, host)
-            contents = saving.finish_subfile(engine, file, placed)
-        saving.commit(placed, contents, common)
-    _last["save"] = report = saving.report(Report, engine)
-    return report
+        with step(world, "open engine"):
+            engine = saving.choose_engine(placed, host)
+        clock.lap("engine")
+        try:
+            saving.open_subfile(engine, placed)
+            saving.begin_drain(placed, provided, host)
+        except BaseException:
+            saving.discard()
+            raise
+    return PendingSave(saving, placed, common, clock.began)
 
 
 def restore(
@@ -210,6 +228,7 @@ def restore_into(
     CheckpointError
         As `restore`.
     """
+    fence()  # a save may still be copying from what is filled here
     clock = clock or Clock()
     config = config or Config.from_environment()
     index = index or index_module.read_index(directory)
@@ -217,7 +236,7 @@ def restore_into(
     engine = stage.open_engine(config)
     clock.lap("allocate")
     restored = restore_requests(directory, index, requests, object_keys, engine, config, clock)
-    _last["restore"] = Report(
+    _restored["restore"] = Report(
         directory,
         index.save_id,
         restored.state_bytes,
@@ -228,6 +247,7 @@ def restore_into(
         engine=engine.reason,
         direct=restored.direct,
         shared_bytes=restored.shared_bytes,
+        local_bytes=restored.local_bytes,
         copy_s=restored.copy_s,
         checksum_s=restored.checksum_s,
     )

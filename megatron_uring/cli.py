@@ -75,6 +75,17 @@ def probe(directory: str, as_json: bool) -> None:
     sys.exit(_guarded(lambda: _probe(directory, as_json)))
 
 
+@main.command(context_settings=_HELP)
+@click.argument("directory", type=click.Path())
+@click.option("--output", type=click.Path(dir_okay=False), help="write to this file instead")
+def trace(directory: str, output: str | None) -> None:
+    """Show where the time of the save in DIRECTORY (or of the newest one under it) went.
+
+    Prints a trace of what each rank did when, for chrome://tracing and https://ui.perfetto.dev.
+    """
+    sys.exit(_guarded(lambda: _trace(directory, output)))
+
+
 main.add_command(bench)
 
 
@@ -160,6 +171,17 @@ def _status(as_json: bool) -> int:
     for name, version in found["versions"].items():
         table.add_row(name, version)
     open_console().print(table)
+    return 0
+
+
+def _trace(directory: str, output: str | None) -> int:
+    from megatron_uring import timeline
+
+    if output is None:
+        click.echo(json_module.dumps(timeline.trace(timeline.read(directory))))
+        return 0
+    events = timeline.write_trace(directory, output)
+    click.echo(f"{events} events in {output}: open it in chrome://tracing or ui.perfetto.dev")
     return 0
 
 

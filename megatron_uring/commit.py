@@ -76,7 +76,7 @@ def prepare_directory(directory: str) -> None:
     try:
         os.makedirs(directory, exist_ok=True)
         probe = os.path.join(directory, temporary_name("index", new_save_id()))
-        _engine.write_file(probe, b"")
+        _engine.File.create(probe, direct=False).close()
         _engine.remove(probe)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)

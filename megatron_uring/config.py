@@ -35,6 +35,10 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "posix_threads": (1, 256),
     "copy_threads": (1, 64),
     "gap_bytes": (0, 1 << 40),
+    "staging_bytes": (0, 1 << 50),
+    "drain_bytes_per_s": (0, 1 << 50),
+    "save_errors_maximum": (0, 1 << 20),
+    "staging_keep": (0, 1024),
     "timeout_s": (1e-3, 1e9),
 }
 _OTHER_VARIABLES = ("MEGATRON_URING", "MEGATRON_URING_NODE_OF_RANK")
@@ -91,6 +95,45 @@ class Config:
     posix_threads: int = _option(4, "threads of the POSIX engine")
     copy_threads: int = _option(1, "threads that fill, verify and scatter slabs")
     gap_bytes: int = _option(4 * MEBIBYTE, "unneeded bytes read to join two ranges")
+    staging_bytes: int = _option(
+        0,
+        "host memory in which each rank stages an asynchronous save; 0: as much as its state, "
+        "within a quarter of what the node has free for each of its ranks",
+    )
+    verify_staging: str = _option(
+        "sampled",
+        "of an asynchronous save, compare checksums taken at the call with those of what was "
+        "copied later: of 16 MiB, of everything (reads all of it once more), or of nothing",
+        ("off", "sampled", "full"),
+    )
+    drain_bytes_per_s: int = _option(
+        0, "most bytes that each rank writes in a second of an asynchronous save; 0: no limit"
+    )
+    drain_priority: str = _option(
+        "normal",
+        "I/O priority of an asynchronous save, where the system's scheduler knows any",
+        ("normal", "low", "idle"),
+    )
+    staging_directory: str = _option(
+        "",
+        "folder of the node (NVMe, /dev/shm) that takes an asynchronous save first and from which "
+        "it drains to the checkpoint directory; a restore on the node reads from it; empty: none",
+    )
+    staging_keep: int = _option(
+        1, "copies of committed checkpoints of a run that stay in staging_directory"
+    )
+    on_save_error: str = _option(
+        "raise",
+        "an asynchronous save of Megatron that failed is raised on all ranks, or logged on all; "
+        "neither metadata.json nor a tracker is written",
+        ("raise", "warn"),
+    )
+    save_errors_maximum: int = _option(
+        3, "with on_save_error=warn: the error that follows so many in a row is raised"
+    )
+    timeline: bool = _option(
+        True, "keep with each checkpoint where the time of its save went, for megatron-uring trace"
+    )
     timeout_s: float = _option(600.0, "longest wait without any progress, in seconds")
     node_sharing: str = _option(
         "auto",
@@ -119,6 +162,9 @@ class Config:
                 raise _refused(option.name, value, "a list of module.name")
             if option.name in _BOUNDS:
                 _check_number(option.name, value, isinstance(default, float))
+        staging = self.staging_directory
+        if not isinstance(staging, str) or (staging and not os.path.isabs(staging)):
+            raise _refused("staging_directory", staging, "an absolute path, or nothing")
         if self.slab_bytes % MEBIBYTE:
             raise _refused("slab_bytes", self.slab_bytes, f"a multiple of {MEBIBYTE}")
 

@@ -49,7 +49,8 @@ assert len(DTYPE_NAMES) == len(DTYPE_BYTES)
 
 _SAVE_ID = "[0-9a-f]{16}"
 _OWN_NAME = re.compile(
-    rf"^(?:data-({_SAVE_ID})-\d{{5,}}\.bin|common-({_SAVE_ID})\.pt|\.(?:index|metadata|common|probe)-({_SAVE_ID})\.tmp)$"
+    rf"^(?:data-({_SAVE_ID})-\d{{5,}}\.bin|common-({_SAVE_ID})\.pt|timeline-({_SAVE_ID})\.jsonl"
+    rf"|\.(?:index|metadata|common|probe)-({_SAVE_ID})\.tmp)$"
 )
 
 
@@ -61,6 +62,11 @@ def subfile_name(save_id: str, number: int) -> str:
 def common_name(save_id: str) -> str:
     """Name of the file that holds the state common to all ranks."""
     return f"common-{save_id}.pt"
+
+
+def timeline_name(save_id: str) -> str:
+    """Name of the file that tells where the time of the save went."""
+    return f"timeline-{save_id}.jsonl"
 
 
 def temporary_name(kind: str, save_id: str) -> str:

@@ -8,6 +8,7 @@ Guarantees
 - While it waits it reports the bytes done, so that ranks that wait for this one wait on.
 - Memory that a job may still touch is never given back: a wait that is left early cancels the job,
   and what is still in flight after a grace keeps its memory for ever.
+- A `Clock` keeps few spans of each name, however often something happens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_uring import _engine
 from megatron_uring.comm import Communicator
@@ -23,20 +25,74 @@ from megatron_uring.errors import CheckpointError, StorageError, as_checkpoint_e
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
+_SPANS_OF_A_NAME = 16
+# The phase of a save that ends with its first collective, which all ranks leave together.
+MEETING = "collect"
 _held: dict[object, object] = {}
+
+
+class Span(NamedTuple):
+    """What lay between two moments of `time.perf_counter`, and how many bytes it moved."""
+
+    name: str
+    begin: float
+    end: float
+    moved_bytes: int = 0
 
 
 @dataclass
 class Clock:
-    """Seconds since a save or restore began, and how they divide."""
+    """Seconds since a save or restore began, and how they divide.
+
+    Attributes
+    ----------
+    began, began_at_s
+        When, by `time.perf_counter` and by `time.time`, which is asked only this once: it may be
+        set back.
+    phases_s
+        How long each phase took; together `lapped_s`.
+    spans
+        Phases, and what happened within and beside them, for the timeline.
+    """
 
     began: float = field(default_factory=time.perf_counter)
+    began_at_s: float = field(default_factory=time.time)
     phases_s: dict[str, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
 
-    def lap(self, phase: str) -> None:
-        """End a phase; one that comes again goes on."""
-        spent_s = time.perf_counter() - self.began - sum(self.phases_s.values())
+    def lap(self, phase: str, span: str | None = None) -> None:
+        """End a phase; one that comes again goes on. Its span has its name, or that of `span`; or
+        there is none, if that is empty.
+        """
+        lapped_s, now = self.lapped_s, time.perf_counter()
+        spent_s = now - self.began - lapped_s
         self.phases_s[phase] = self.phases_s.get(phase, 0.0) + spent_s
+        if span != "":
+            self.add(span or phase, self.began + lapped_s, now)
+
+    def add(self, name: str, begin: float, end: float, moved_bytes: int = 0) -> None:
+        """Keep a span; of those that come often, the first ones."""
+        if sum(span.name == name for span in self.spans) < _SPANS_OF_A_NAME:
+            self.spans.append(Span(name, begin, end, moved_bytes))
+
+    @contextlib.contextmanager
+    def span(self, name: str, *, least_s: float = 0.0) -> Iterator[None]:
+        """Keep what is done inside as a span, if it took `least_s`."""
+        begin = time.perf_counter()
+        yield
+        end = time.perf_counter()
+        if end - begin >= least_s:
+            self.add(name, begin, end)
+
+    @property
+    def met_s(self) -> float:
+        """Until all ranks had come to the save: what ranks tell each other counts from there."""
+        return self.phases_s.get(MEETING, 0.0)
+
+    @property
+    def lapped_s(self) -> float:
+        """Until the end of the last phase."""
+        return sum(self.phases_s.values())
 
     @property
     def seconds(self) -> float:
@@ -104,8 +160,7 @@ def run_job(
         With errno's text if the job failed, or if it made no progress for `timeout_s`.
     """
     # Kept from before the start: an interrupt at any point finds the memory held.
-    ticket = object()
-    _held[ticket] = alive
+    ticket = hold(alive)
     job = None
     try:
         job = start()
@@ -114,14 +169,26 @@ def run_job(
         _poll(job, operation, path, timeout_s, report)
     except OSError as error:
         if job is None:
-            del _held[ticket]
+            let_go(ticket)
         raise as_checkpoint_error(error, operation, path) from error
     finally:
         if job is not None:
-            _end(job)
+            end_job(job)
             if job.done():
-                del _held[ticket]
+                let_go(ticket)
     return job
+
+
+def hold(alive: object) -> object:
+    """Keep `alive` until `let_go` of what this returns."""
+    ticket = object()
+    _held[ticket] = alive
+    return ticket
+
+
+def let_go(ticket: object) -> None:
+    """Keep it no longer."""
+    _held.pop(ticket, None)
 
 
 def _poll(
@@ -148,7 +215,8 @@ def _poll(
             report(done)
 
 
-def _end(job: _engine.Job) -> None:
+def end_job(job: _engine.Job) -> None:
+    """Cancel a job that is not done, and give it a grace."""
     if job.done():
         return
     job.cancel()

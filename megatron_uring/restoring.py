@@ -2,7 +2,8 @@
 
 Guarantees
 ----------
-- No collective, no lock, nothing is written but the destinations.
+- No collective, no lock, nothing is written but the destinations; what is removed are leftovers in
+  the node's staging directory (`nearest`).
 - What does not fit (a missing key, another shape or dtype) is refused before the first byte is
   read.
 - Objects are read, checked and coalesced as tensors are: here they are one-dimensional uint8
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_uring import _engine, plan, probing, read, stage, tensors
+from megatron_uring import _engine, nearest, plan, probing, read, stage, tensors
 from megatron_uring.columns import BoolArray, every, format_box, widen
 from megatron_uring.config import Config
 from megatron_uring.errors import StateMismatchError, UnsupportedError
@@ -57,13 +58,15 @@ class Request:
 @dataclass(frozen=True)
 class Restored:
     """What came back: objects by key, how much of it was asked for, read from files and taken from
-    other ranks of the node, and the native threads' seconds.
+    other ranks of the node, how much of what was read came from the node's staging directory, and
+    the native threads' seconds.
     """
 
     objects: dict[str, Any]
     state_bytes: int
     read_bytes: int
     shared_bytes: int
+    local_bytes: int
     files: int
     direct: bool
     copy_s: float
@@ -95,7 +98,8 @@ def restore_requests(
     restoring, destinations, state_bytes = _plan(
         directory, index, everything, prefix, config, clock
     )
-    jobs, direct = _execute(directory, index, engine, restoring, destinations, config)
+    jobs, near_jobs, direct = _execute(directory, index, engine, restoring, destinations, config)
+    jobs += near_jobs
     clock.lap("read")
     destinations.finish()
     objects = {
@@ -109,6 +113,7 @@ def restore_requests(
         state_bytes,
         sum(job.bytes_total for job in jobs) - shared_bytes,
         shared_bytes,
+        sum(job.bytes_total for job in near_jobs),
         len(np.unique(restoring.range_subfile)),
         direct,
         sum(job.copy_s for job in jobs),
@@ -168,8 +173,43 @@ def _execute(
     restoring: RestorePlan,
     destinations: stage.Destinations,
     config: Config,
+) -> tuple[list[_engine.Job], list[_engine.Job], bool]:
+    """Read, verify and scatter; returns the jobs that did it from subfiles and from local copies,
+    and whether all subfiles were direct.
+    """
+    near = nearest.find(config, directory, index, restoring)
+    checked = None
+    if near is not None and config.verify_first:
+        checked = near.read(engine, stage.stage_nothing(), config)
+        near = near if checked is not None else None
+    rest = restoring if near is None else near.rest
+    jobs: list[_engine.Job] = []
+    direct = False
+    if near is None or len(rest.range_start):
+        jobs, direct = _read(directory, index, engine, rest, destinations, config)
+    if near is None:
+        return jobs, [], direct
+    pieces = stage.stage_destinations(near.plan, destinations, near.piece_file)
+    job = near.read(engine, pieces, config)
+    if job is not None:
+        return jobs, [job] if checked is None else [checked, job], direct
+    others, other_direct = _read(
+        directory, index, engine, near.plan, destinations, config, touched=True
+    )
+    return [*jobs, *others], [], other_direct and (direct or not jobs)
+
+
+def _read(
+    directory: str,
+    index: Index,
+    engine: _engine.Engine,
+    restoring: RestorePlan,
+    destinations: stage.Destinations,
+    config: Config,
+    *,
+    touched: bool = False,
 ) -> tuple[list[_engine.Job], bool]:
-    """Read, verify and scatter; returns the jobs that did it, and whether all files were direct."""
+    """The same from subfiles alone; `touched` says that destinations have been written to."""
     numbers, file_number = read.dense_file_numbers(restoring.range_subfile)
     lengths = index.subfile_length[np.searchsorted(index.subfile_number, numbers)]
     total = int(restoring.range_length.sum())
@@ -202,7 +242,7 @@ def _execute(
                 shared=None if cache is None else (cache, numbers.tolist()),
             )
             jobs.append(job)
-            half_written = number == len(passes) - 1
+            half_written = touched or number == len(passes) - 1
             read.raise_bad_block(
                 files, file_number, numbers, bad, index.names_in, half_written=half_written
             )

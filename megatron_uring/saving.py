@@ -15,10 +15,9 @@ import contextlib
 import json
 import logging
 import os
-import sys
-from collections.abc import Callable, Iterator
+import time
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -26,14 +25,21 @@ from megatron_uring import _engine, aggregate, commit, plan, probing, stage, wri
 from megatron_uring import index as index_module
 from megatron_uring.comm import Communicator
 from megatron_uring.config import Config
+from megatron_uring.drain import Drain
+from megatron_uring.errors import StorageError
 from megatron_uring.index_rules import assemble_index, check_objects, with_common
 from megatron_uring.layout import PAGE_BYTES, Superblock, Trailer, round_up, subfile_name
 from megatron_uring.progress import Clock, step
+from megatron_uring.report import Totals, loaded_versions
 from megatron_uring.structures import KnownStructure, group_communicator, share_structure
-from megatron_uring.tables import Contents, Extents, Groups, Provided, Regions, Staged, Structure
+from megatron_uring.tables import Contents, Extents, Groups, Provided, Regions, Structure
+from megatron_uring.tier import Place
+from megatron_uring.tiered import TieredDrain, open_drain
 
 _log = logging.getLogger(__name__)
-_Report = TypeVar("_Report")
+# The slowest rank is found by one number: microseconds above, the rank in the lower bits.
+_RANK_BITS = 24
+_LONGEST_US = (1 << 62 - _RANK_BITS) - 1
 
 
 @dataclass(frozen=True)
@@ -78,11 +84,16 @@ class Saving:
         self.number = int(self.groups.group_of_rank[world.rank])
         self.is_aggregator = bool(self.groups.aggregator[self.number] == world.rank)
         self.path = os.path.join(directory, subfile_name(self.save_id, self.number))
-        self.direct = False
-        self.probed_engine = False
+        self.direct = self.probed_engine = self.lazy = False
+        self.engine: _engine.Engine
+        self.drain: Drain | TieredDrain | None = None
+        self.timeline: bool = setting["timeline"]
+        self.lazy_bytes = 0
+        self.own_s = 0.0
+        self.page_locking = ""
+        self._file: _engine.File | None = None
         self._regions: list[tuple[int, int, Any]] = []
-        self._totals = (0, 0, 0)
-        self._copy_s = self._checksum_s = 0.0
+        self.totals = Totals()
 
     @classmethod
     def begin(
@@ -106,6 +117,7 @@ class Saving:
                     "aggregation": config.aggregation,
                     "probed_aggregation": tuned.aggregation,
                     "aggregators_per_node": config.aggregators_per_node,
+                    "timeline": config.timeline,
                 }
         message = json.dumps(setting).encode() if world.rank == 0 else None
         setting = json.loads(world.broadcast(message))
@@ -153,107 +165,114 @@ class Saving:
             Extents(np.full(count, self.number, np.int32), start, length),
         )
 
-    @contextlib.contextmanager
-    def subfile(self, engine: _engine.Engine, placed: Placed) -> Iterator[_engine.File]:
-        """The group's subfile, open for writing on each member; removed by its creator if the body
-        fails.
-        """
-        file: _engine.File | None = None
-        try:
-            with step(self.world, "create subfile"):
-                if self.is_aggregator:
-                    file = write.create_subfile(
-                        engine,
-                        self.path,
-                        placed.footer_start,
-                        direct=self.config.direct,
-                        timeout_s=self.config.timeout_s,
-                    )
-            if self.group.size > 1:
-                mode = b"\1" if file is not None and file.direct else b"\0"
-                mode = self.group.broadcast(mode if self.is_aggregator else None)
-            if self.groups.mode != "rank":
-                with step(self.world, "open subfile"):
-                    if file is None:
-                        file = write.open_subfile(self.path, direct=mode == b"\1")
-            assert file is not None
-            self.direct = file.direct
-            yield file
-            with step(self.world, "close subfile"):
-                file.close()
-        except BaseException:
-            with contextlib.suppress(OSError):
-                if file is not None:
-                    file.close()
-                    if self.is_aggregator:
-                        _engine.remove(self.path)
-            raise
+    def choose_engine(self, placed: Placed, host: stage.HostTensors) -> _engine.Engine:
+        """The engine of this configuration; of an asynchronous save one with a pool of its own."""
+        engine = self._staging_engine(placed) if self.lazy else stage.open_engine(self.config)
+        self.page_locking = stage.page_lock(engine, host)
+        return engine
 
-    def write(
-        self,
-        engine: _engine.Engine,
-        file: _engine.File,
-        placed: Placed,
-        provided: Provided,
-        host: stage.HostTensors,
-    ) -> None:
-        """Write this rank's two regions, and, unless a footer follows, sync them."""
+    def _staging_engine(self, placed: Placed) -> _engine.Engine:
+        node = self.world.node_of_rank[self.world.rank]
+        ranks_here = int(np.count_nonzero(self.world.node_of_rank == node))
+        state_bytes = placed.region.tensor_bytes + placed.region.object_bytes
+        if self.config.staging_directory and not self.config.staging_bytes:
+            state_bytes = 0  # fences wait for the node's disk: memory beside it would gain nothing
+        return stage.open_staging_engine(self.config, state_bytes, ranks_here)
+
+    def open_subfile(self, engine: _engine.Engine, placed: Placed) -> None:
+        """The group's subfile, open for writing on each member."""
+        self.engine = engine
+        with step(self.world, "create subfile"):
+            if self.is_aggregator:
+                self._file = write.create_subfile(
+                    engine,
+                    self.path,
+                    placed.footer_start,
+                    direct=self.config.direct,
+                    timeout_s=self.config.timeout_s,
+                    proved=self.lazy,
+                )
+        if self.group.size > 1:
+            mode = b"\1" if self._file is not None and self._file.direct else b"\0"
+            mode = self.group.broadcast(mode if self.is_aggregator else None)
+        if self.groups.mode != "rank":
+            with step(self.world, "open subfile"):
+                if self._file is None:
+                    self._file = write.open_subfile(self.path, direct=mode == b"\1")
+        self.direct = self.file.direct
+
+    @property
+    def file(self) -> _engine.File:
+        """Of the group; open from `open_subfile` on."""
+        assert self._file is not None
+        return self._file
+
+    def discard(self) -> None:
+        """Stop writing; whoever created the subfile removes it. Not collective."""
+        if self.drain is not None and not self.drain.advance():
+            self.drain.give_up(StorageError("write subfile", path=self.path, cause="given up"))
+        self.settle(committed=False)
+        with contextlib.suppress(OSError):
+            if self._file is not None:
+                self._file.close()
+                if self.is_aggregator:
+                    _engine.remove(self.path)
+
+    def begin_drain(self, placed: Placed, provided: Provided, host: stage.HostTensors) -> None:
+        """Begin to write this rank's two regions, synced unless a footer follows at once."""
         rows = np.flatnonzero(provided.owner)
         shards = provided.shards.take(rows)
         start = placed.region.shard_start + placed.tensor_start
-        boxes = plan.plan_boxes(shards, host.strides)
+        lengths = shards.lengths()
         head = Superblock(self.save_id, self.number).pack() if self.is_aggregator else None
-        with step(self.world, "write subfile"):
-            staged = stage.stage_tensors(host, boxes, start, shards.lengths(), head=head)
-            self._write_region(
-                engine,
-                file,
-                placed.tensor_start,
-                placed.region.tensor_bytes,
-                staged,
-                placed.known.encode,
-            )
+
+        def keys_at(begin: int, end: int) -> list[str]:
+            inside = np.flatnonzero((start < end) & (start + lengths > begin) & (lengths > 0))
+            return [shards.keys[number] for number in shards.tensor[inside].tolist()]
+
+        with step(self.world, "begin to write subfile"):
+            boxes = plan.plan_boxes(shards, host.strides)
+            staged = stage.stage_tensors(host, boxes, start, lengths, head=head)
             objects = stage.stage_objects(
                 placed.objects, placed.region.object_start + placed.object_start
             )
-            self._write_region(
-                engine, file, placed.object_start, placed.region.object_bytes, objects
-            )
-            self.clock.lap("write")
-            if not self.is_aggregator:
-                write.sync_subfile(engine, file, self.config.timeout_s)
-        self.clock.lap("sync")
+            self.lazy_bytes = host.lazy_bytes
+            region = placed.region
+            if self.lazy:
+                where = Place(self.directory, self.save_id, self.number, self.world.rank)
+                length = region.tensor_bytes + region.object_bytes
+                self.drain = open_drain(
+                    self.engine, self.file, self.config, where, length, self.clock
+                )
+            else:
+                syncs = not self.is_aggregator
+                self.drain = Drain(
+                    self.engine, self.file, self.config, syncs=syncs, clock=self.clock
+                )
+            self.drain.add(placed.tensor_start, placed.region.tensor_bytes, staged, keys_at)
+            self.drain.add(placed.object_start, placed.region.object_bytes, objects)
+        if self.lazy:
+            self.drain.watch()
+        self.clock.lap("begin to write")
 
-    def _write_region(
-        self,
-        engine: _engine.Engine,
-        file: _engine.File,
-        start: int,
-        length: int,
-        staged: Staged,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> None:
-        if not length:
-            return
-        job = write.write_region(
-            engine,
-            file,
-            start,
-            length,
-            staged,
-            timeout_s=self.config.timeout_s,
-            report=self.world.report_progress,
-            meanwhile=meanwhile,
-        )
-        self._regions.append((start, length, job.checksums()))
-        self._copy_s += job.copy_s
-        self._checksum_s += job.checksum_s
+    def settle(self, committed: bool) -> None:
+        """Keep or remove what is in the node's staging directory. Not collective."""
+        if isinstance(self.drain, TieredDrain):
+            self.drain.settle(committed)
 
-    def finish_subfile(
-        self, engine: _engine.Engine, file: _engine.File, placed: Placed
-    ) -> Contents | None:
+    def finish_drain(self, placed: Placed) -> None:
+        """Wait until this rank's regions are on disk."""
+        assert self.drain is not None
+        with step(self.world, "write subfile"):
+            placed.known.encode()
+            self.drain.wait(self.world.report_progress)
+            self._regions += self.drain.regions
+        self.own_s = self.drain.drained_s - self.clock.met_s
+        self.clock.lap("drain" if self.lazy else "write", "drain wait")
+
+    def finish_subfile(self, placed: Placed) -> Contents | None:
         """Gather the group's checksums; the aggregator ends the subfile with its rows of the index
-        and syncs it.
+        and syncs it; it is closed.
         """
         own = Contents(
             placed.object_keys,
@@ -271,14 +290,20 @@ class Saving:
         with step(self.world, "finish subfile"):
             if self.is_aggregator:
                 contents = Contents.concatenate([Contents.unpack(part) for part in parts])
-                self._write_footer(engine, file, placed, contents)
-                write.sync_subfile(engine, file, self.config.timeout_s)
+                began_s = self.clock.seconds
+                self._write_footer(placed, contents)
+                with self.clock.span("sync"):
+                    write.sync_subfile(self.engine, self.file, self.config.timeout_s)
+                if not self.lazy:  # else its own part is durable already
+                    self.own_s += self.clock.seconds - began_s
                 contents = Contents(
                     contents.object_keys,
                     contents.object_extents,
                     Regions.concatenate([contents.regions, self._own_regions()]),
                     contents.replicas,
                 )
+        with step(self.world, "close subfile"):
+            self.file.close()
         self.clock.lap("footer")
         return contents
 
@@ -293,9 +318,7 @@ class Saving:
             np.concatenate(checksums),
         )
 
-    def _write_footer(
-        self, engine: _engine.Engine, file: _engine.File, placed: Placed, contents: Contents
-    ) -> None:
+    def _write_footer(self, placed: Placed, contents: Contents) -> None:
         group = placed.known.group
         assert group is not None
         part = assemble_index(self.save_id, group.rows, contents, {}, placed.footer_start)
@@ -304,24 +327,39 @@ class Saving:
         trailer = index_module.seal(image, self.save_id, placed.footer_start)
         footer = image.ljust(length - Trailer.SIZE_BYTES, b"\0") + trailer
         staged = stage.stage_objects([footer], np.array([placed.footer_start], np.int64))
-        self._write_region(engine, file, placed.footer_start, length, staged)
-        file.truncate(placed.footer_start + length)
+        job = write.write_region(
+            self.engine,
+            self.file,
+            placed.footer_start,
+            length,
+            staged,
+            timeout_s=self.config.timeout_s,
+            report=self.world.report_progress,
+        )
+        self._regions.append((placed.footer_start, length, job.checksums()))
+        self.file.truncate(placed.footer_start + length)
 
     def commit(self, placed: Placed, contents: Contents | None, common: bytes | None) -> None:
         """Hand the rows to rank 0, which builds the index and publishes it."""
         parts = aggregate.gather(self.world, contents.pack() if contents is not None else None)
-        totals = np.zeros(3, np.int64)
+        published = [0, 0, 0]
         with step(self.world, "commit"):
             if self.world.rank == 0:
                 everything = Contents.concatenate([Contents.unpack(part) for part in parts])
-                totals[:] = self._publish(placed, everything, common)
-        self._totals = tuple(self.world.allreduce(totals, "max").tolist())
+                published = self._publish(placed, everything, common)
+        own_us = min(int(self.own_s * 1e6), _LONGEST_US)
+        slowest = own_us << _RANK_BITS | self.world.rank
+        most = self.world.allreduce(np.array([*published, slowest], np.int64), "max").tolist()
+        state_bytes, file_bytes, files, slowest = most
+        slowest_us, slowest_rank = divmod(slowest, 1 << _RANK_BITS)
+        self.totals = Totals(state_bytes, file_bytes, files, slowest_rank, slowest_us / 1e6)
         self.clock.lap("commit")
 
     def _publish(self, placed: Placed, contents: Contents, common: bytes | None) -> list[int]:
         world = placed.known.world
         assert world is not None
         facts = _facts(self.groups, self.world)
+        began = time.perf_counter()
         index = assemble_index(self.save_id, world.rows, contents, facts, None)
         try:
             check_objects(contents, index.shards.keys)
@@ -338,8 +376,11 @@ class Saving:
         except BaseException:
             commit.discard(self.directory, self.save_id)
             raise
-        commit.publish(self.directory, self.save_id, sealed, replaces=self.replaces)
-        removed = commit.sweep(self.directory, self.save_id)
+        self.clock.add("index", began, time.perf_counter(), len(sealed))
+        with self.clock.span("publish"):
+            commit.publish(self.directory, self.save_id, sealed, replaces=self.replaces)
+        with self.clock.span("sweep"):
+            removed = commit.sweep(self.directory, self.save_id)
         if removed:
             _log.info("removed %d files of earlier saves from %s", len(removed), self.directory)
         state_bytes = int(index.shard_extents.length.sum() + index.object_extents.length.sum())
@@ -347,38 +388,10 @@ class Saving:
         file_bytes = int(index.subfile_length.sum()) + len(sealed) + len(common or b"")
         return [state_bytes, file_bytes, len(index.subfile_number) + extra]
 
-    def report(self, make: Callable[..., _Report], engine: _engine.Engine) -> _Report:
-        """What this save did."""
-        state_bytes, file_bytes, files = self._totals
-        return make(
-            directory=self.directory,
-            save_id=self.save_id,
-            state_bytes=state_bytes,
-            file_bytes=file_bytes,
-            files=files,
-            seconds=self.clock.seconds,
-            phases_s=dict(self.clock.phases_s),
-            engine=f"{engine.kind}: a probe found it faster here"
-            if self.probed_engine
-            else engine.reason,
-            communicator=self.world.reason,
-            aggregation=f"{self.groups.mode}: {self.groups.reason}",
-            staging=f"{self.config.slab_count} slabs of {self.config.slab_bytes >> 20} MiB, "
-            f"depth {self.config.queue_depth}",
-            direct=self.direct,
-            copy_s=self._copy_s,
-            checksum_s=self._checksum_s,
-        )
-
 
 def _facts(groups: Groups, world: Communicator) -> dict[str, str]:
-    versions = {
-        name: str(getattr(sys.modules[name], "__version__", "unknown"))
-        for name in ("megatron_uring", "torch", "numpy", "h5py", "mpi4py", "megatron.core")
-        if name in sys.modules
-    }
     return {
-        "versions": json.dumps(versions),
+        "versions": json.dumps(loaded_versions()),
         "aggregation": groups.mode,
         "communicator": world.kind,
         "world_size": str(world.size),

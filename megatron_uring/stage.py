@@ -3,8 +3,8 @@
 Guarantees
 ----------
 - The pool of slabs bounds what staging adds in host memory: it is allocated once for each `Config`
-  and never grows; native code waits for a free slab. Tensors on a device are copied to the host
-  whole, beside it.
+  and never grows; native code waits for a free slab. Contiguous tensors on a GPU go through it as
+  those of the host do; any other tensor on a device is copied to the host whole, beside it.
 - What native threads are given (`Staged`) keeps every address alive that it contains.
 - A destination that native code cannot write to (a GPU, another dtype, a subclass) gets its values
   through a scratch tensor and ``copy_``; all others are written in place, once.
@@ -15,21 +15,24 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_uring import _engine, tensors
-from megatron_uring.columns import BoolArray, Int64Array, Uint8Array, Uint64Array
+from megatron_uring import _engine, devices, lazy, tensors
+from megatron_uring.columns import BoolArray, Int32Array, Int64Array, Uint8Array, Uint64Array
 from megatron_uring.config import Config
 from megatron_uring.errors import StorageError, UnsupportedError
 from megatron_uring.tables import Boxes, Provided, RestorePlan, Staged, no_pieces
 
 _engines: dict[tuple[object, ...], _engine.Engine] = {}
+_staging_engines: dict[tuple[object, ...], tuple[_engine.Engine, int]] = {}
 _engines_lock = threading.Lock()
+_SLABS_BESIDE = 2  # a state is written in two regions, each of which may end within a slab
+_SLABS_MAXIMUM = 65536
 
 
 def open_engine(config: Config) -> _engine.Engine:
@@ -62,6 +65,41 @@ def _engine_key(config: Config) -> tuple[object, ...]:
     )
 
 
+def open_staging_engine(config: Config, state_bytes: int, ranks_here: int) -> _engine.Engine:
+    """The engine of asynchronous saves: its pool holds `state_bytes`, as far as memory allows it.
+
+    It is kept for later saves, and made anew for a state that has outgrown it. Its memory is
+    touched by those who fill it, not here.
+
+    Parameters
+    ----------
+    config
+        ``staging_bytes`` bounds the pool; 0: a quarter of what the node has free, divided by
+        `ranks_here`.
+    """
+    wanted = -(-state_bytes // config.slab_bytes) + _SLABS_BESIDE
+    limit_bytes = config.staging_bytes or free_memory_bytes() // 4 // ranks_here
+    most = min(max(limit_bytes // config.slab_bytes, config.slab_count), _SLABS_MAXIMUM)
+    key = ("staging", config.staging_bytes, *_engine_key(config))
+    with _engines_lock:
+        engine, count = _staging_engines.get(key, (None, 0))
+        if engine is None or count < min(wanted, most):
+            count = max(min(wanted, most), config.slab_count)
+            # one that is replaced lives on until what it does is done
+            engine = _new_engine(replace(config, slab_count=count), touched=False)
+            _staging_engines[key] = engine, count
+        return engine
+
+
+def free_memory_bytes() -> int:
+    """What the node has left, with what it can give up."""
+    with open("/proc/meminfo", encoding="ascii") as table:
+        for line in table:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
 def close_engine(config: Config) -> None:
     """Stop the engine for these options, if there is one, and give its slabs back."""
     with _engines_lock:
@@ -70,9 +108,9 @@ def close_engine(config: Config) -> None:
         engine.close()
 
 
-def _new_engine(config: Config) -> _engine.Engine:
+def _new_engine(config: Config, *, touched: bool = True) -> _engine.Engine:
     try:
-        pool = _engine.SlabPool(config.slab_bytes, config.slab_count)
+        pool = _engine.SlabPool(config.slab_bytes, config.slab_count, touched=touched)
     except OSError as error:
         raise StorageError(
             "allocate slabs",
@@ -97,15 +135,18 @@ def _new_engine(config: Config) -> _engine.Engine:
 def running_engines() -> list[str]:
     """What each engine of this process says of itself: kind, and why."""
     with _engines_lock:
-        return [engine.reason for engine in _engines.values()]
+        staging = [engine for engine, _ in _staging_engines.values()]
+        return [engine.reason for engine in (*_engines.values(), *staging)]
 
 
 def close_engines() -> None:
     """Stop all engines of this process and give their slabs back."""
     with _engines_lock:
-        for engine in _engines.values():
+        staging = [engine for engine, _ in _staging_engines.values()]
+        for engine in (*_engines.values(), *staging):
             engine.close()
         _engines.clear()
+        _staging_engines.clear()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -114,25 +155,58 @@ def close_engines() -> None:
 
 @dataclass(frozen=True)
 class HostTensors:
-    """Owned tensors in host memory: `address` uint64 [N], byte `strides` int64 [N, D], and the
-    tensors themselves.
+    """Owned tensors where native code copies them from: `address` uint64 [N], byte `strides` int64
+    [N, D], and the tensors themselves; `lazy_bytes` of them are the caller's own, to be copied
+    while it goes on.
+
+    Some may lie on GPUs: then `device_number` int32 [N] says on which, and `device_events` what has
+    to be over there before.
     """
 
     address: Uint64Array
     strides: Int64Array
     alive: tuple[torch.Tensor, ...]
+    lazy_bytes: int = 0
+    device_number: Int32Array | None = None
+    device_events: _engine.DeviceEvents | None = None
 
 
-def host_tensors(provided: Provided) -> HostTensors:
-    """The owned tensors where they are, or, for those on a device, a copy in host memory."""
+def host_tensors(provided: Provided, *, lazily: bool = False) -> HostTensors:
+    """The owned tensors where they are, or, for those that native code cannot copy from there
+    (`devices.readable`), a copy in host memory.
+
+    With `lazily` also a copy of each that may change before the next fence (`lazy.may_wait`).
+    """
     rows = np.flatnonzero(provided.owner)
     alive: list[torch.Tensor] = list(compress(provided.tensors, provided.owner.tolist()))
-    elsewhere = np.flatnonzero(~tensors.on_host(alive))
-    for position in elsewhere.tolist():
+    stays = tensors.on_host(alive)
+    all_on_host = stays.all()
+    if not all_on_host:
+        stays |= devices.readable(alive)
+    if lazily:
+        stays[stays] = lazy.may_wait(list(compress(alive, stays.tolist())))
+    copied = ~stays
+    for position in np.flatnonzero(copied).tolist():
         tensor = alive[position].detach()
-        alive[position] = tensor.to("cpu", memory_format=torch.contiguous_format)
-    strides = _with_strides(provided.strides[rows], alive, elsewhere, provided.shards.ndim[rows])
-    return HostTensors(tensors.addresses(alive), strides, tuple(alive))
+        alive[position] = tensor.to("cpu", memory_format=torch.contiguous_format, copy=True)
+    where = np.flatnonzero(copied)
+    strides = _with_strides(provided.strides[rows], alive, where, provided.shards.ndim[rows])
+    lazy_bytes = int(provided.shards.lengths()[rows[~copied]].sum()) if lazily else 0
+    host = HostTensors(tensors.addresses(alive), strides, tuple(alive), lazy_bytes)
+    if all_on_host:
+        return host
+    number = tensors.device_numbers(alive)
+    if number.max() < 0:
+        return host
+    # last, so that what had to be copied, made contiguous or gathered for this save comes before
+    return replace(host, device_number=number, device_events=devices.order(number[number >= 0]))
+
+
+def page_lock(engine: _engine.Engine, host: HostTensors) -> str:
+    """Of the pool, if some of the tensors lie on a GPU; in words."""
+    if host.device_number is None:
+        return ""
+    return devices.page_lock(engine, host.device_number[host.device_number >= 0])
 
 
 def stage_tensors(
@@ -147,17 +221,29 @@ def stage_tensors(
 
     `head` is put at offset 0.
     """
-    address = host.address
+    address, device_number = host.address, host.device_number
     alive: tuple[object, ...] = host.alive
     if head is not None:
         view = np.frombuffer(head, np.uint8)
         boxes = _with_head(boxes, len(head))
         start, length = np.append(start, 0), np.append(length, len(head))
         address, alive = np.append(address, np.uint64(view.ctypes.data)), (*alive, view)
+        if device_number is not None:
+            device_number = np.append(device_number, np.int32(-1))
     filled = np.flatnonzero(length > 0)
     order = filled[np.argsort(start[filled], kind="stable")]
     zeros = np.zeros(len(order), np.int32)
-    return Staged(_pieces(zeros, start[order], address[order], boxes.take(order)), alive)
+    if device_number is not None:
+        device_number = device_number[order]
+    pieces = _pieces(
+        zeros,
+        start[order],
+        address[order],
+        boxes.take(order),
+        device_number=device_number,
+        device_events=host.device_events,
+    )
+    return Staged(pieces, alive)
 
 
 def _with_head(boxes: Boxes, head_bytes: int) -> Boxes:
@@ -196,6 +282,9 @@ def _pieces(
     file_start: Int64Array,
     address: npt.NDArray[np.uint64],
     boxes: Boxes,
+    *,
+    device_number: Int32Array | None = None,
+    device_events: _engine.DeviceEvents | None = None,
 ) -> _engine.Pieces:
     return _engine.Pieces(
         file_number,
@@ -205,6 +294,8 @@ def _pieces(
         np.ascontiguousarray(boxes.counts),
         np.ascontiguousarray(boxes.file_strides),
         np.ascontiguousarray(boxes.memory_strides),
+        device_number=device_number,
+        device_events=device_events,
     )
 
 

@@ -19,7 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_uring.columns import BoolArray, Int64Array, Uint8Array, Uint64Array, join
+from megatron_uring.columns import (
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    Uint8Array,
+    Uint64Array,
+    join,
+)
 from megatron_uring.errors import StateMismatchError, UnsupportedError
 from megatron_uring.layout import DTYPE_BYTES, DTYPE_NAMES, MAXIMUM_DIMENSIONS
 from megatron_uring.shards import ShardTable
@@ -153,6 +160,18 @@ def addresses(tensors: Sequence[torch.Tensor]) -> Uint64Array:
 def on_host(tensors: Sequence[torch.Tensor]) -> BoolArray:
     """Which of them are in host memory, bool [N]."""
     return np.fromiter(map(attrgetter("is_cpu"), tensors), np.bool_, len(tensors))
+
+
+def device_numbers(tensors: Sequence[torch.Tensor]) -> Int32Array:
+    """Device of each tensor, int32 [N]; -1: the host."""
+    return np.fromiter(map(torch.Tensor.get_device, tensors), np.int32, len(tensors))
+
+
+def with_memory(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Those of any tensors whose elements lie at ``data_ptr()``."""
+    if set(map(type, tensors)) <= _PLAIN_CLASSES:
+        return tensors
+    return [one for one in tensors if type(one) in _PLAIN_CLASSES or has_memory(one)]
 
 
 # -------------------------------------------------------------------------------------------------

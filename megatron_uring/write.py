@@ -25,6 +25,8 @@ from megatron_uring.layout import BLOCK_BYTES, SUPERBLOCK_BYTES
 from megatron_uring.progress import run_job
 from megatron_uring.tables import Staged, no_pieces
 
+_direct_devices: set[int] = set()
+
 
 @dataclass(frozen=True)
 class Storage:
@@ -66,9 +68,18 @@ def _mount_of(path: str) -> tuple[str, str]:
 
 
 def create_subfile(
-    engine: _engine.Engine, path: str, length: int, *, direct: str, timeout_s: float
+    engine: _engine.Engine,
+    path: str,
+    length: int,
+    *,
+    direct: str,
+    timeout_s: float,
+    proved: bool = False,
 ) -> _engine.File:
     """Create the subfile, decide how it is written, and reserve `length` bytes.
+
+    With `proved` no page is tried on a device on which one of this process's has been written
+    directly before: behind an earlier save that still writes, it would wait for the disk.
 
     Raises
     ------
@@ -78,8 +89,12 @@ def create_subfile(
     file = None
     try:
         file = _engine.File.create(path, direct=direct != "off")
-        if file.direct and not _direct_works(engine, file, timeout_s):
-            file.set_direct(False)
+        device = os.stat(path).st_dev
+        if file.direct and not (proved and device in _direct_devices):
+            if _direct_works(engine, file, timeout_s):
+                _direct_devices.add(device)
+            else:
+                file.set_direct(False)
         if direct == "on" and not file.direct:
             raise StorageError(
                 "open subfile",

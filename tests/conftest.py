@@ -1,5 +1,6 @@
 """Fixtures that the test modules share: both engines, one process as the world, real files."""
 
+import dataclasses
 import os
 import subprocess
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import megatron_uring
-from megatron_uring import _engine, stage
+from megatron_uring import _engine, checkpoint, stage
 from megatron_uring.comm import SingleCommunicator
 from megatron_uring.config import Config
 
@@ -86,6 +87,37 @@ def save(world, posix):
 
     def run(state, directory, config=posix, **options):
         return megatron_uring.save(state, directory, config=config, communicator=world, **options)
+
+    return run
+
+
+@pytest.fixture
+def staging(tmp_path):
+    """A staging directory of the node, beside the checkpoint directory."""
+    place = tmp_path / "staging"
+    place.mkdir()
+    return place
+
+
+@pytest.fixture
+def save_tiered(world, posix, staging):
+    """`megatron_uring.save_async` in one process, by way of `staging`."""
+
+    def run(state, directory, config=posix, **options):
+        tiered = dataclasses.replace(config, **{"staging_directory": str(staging), **options})
+        return megatron_uring.save_async(state, directory, config=tiered, communicator=world)
+
+    return run
+
+
+@pytest.fixture
+def restore_near(posix, staging):
+    """`megatron_uring.restore` on the node of `staging`; the state, and its report."""
+
+    def run(directory, config=posix, **options):
+        tiered = dataclasses.replace(config, **{"staging_directory": str(staging), **options})
+        state = megatron_uring.restore(directory, config=tiered)
+        return state, checkpoint.last_reports()["restore"]
 
     return run
 

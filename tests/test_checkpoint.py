@@ -11,7 +11,7 @@ import torch
 import megatron_uring
 from megatron_uring import Config, Shard, StateMismatchError, checkpoint, index, providers
 from megatron_uring.errors import NotACheckpointError, StorageError, UnsupportedError
-from megatron_uring.layout import DTYPE_NAMES
+from megatron_uring.layout import DTYPE_NAMES, timeline_name
 
 DTYPES = [name for name in DTYPE_NAMES if hasattr(torch, name)]
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -427,6 +427,7 @@ def test_a_malicious_object_in_a_checkpoint_is_not_executed(save, tmp_path, posi
 def test_the_report_tells_what_is_on_disk(save, config, tmp_path):
     report = save({"x": torch.zeros(1000), "o": "text"}, tmp_path, config, common=b"shared")
     files = {entry.name: entry.stat().st_size for entry in os.scandir(tmp_path)}
+    assert files.pop(timeline_name(report.save_id))
     assert len(files) == report.files == 3
     assert sum(files.values()) == report.file_bytes
     assert report.state_bytes > 4000

@@ -1060,6 +1060,19 @@ def test_preallocate_says_no_or_fails(tmp_path, fault, falls_back):
     file.close()
 
 
+def test_preallocate_reserves_from_where_it_is_told(tmp_path):
+    file = engine_module.File.create(str(tmp_path / "f"), direct=False)
+    if file.preallocate(MIB, 64 * MIB):
+        found = os.stat(tmp_path / "f")
+        assert found.st_size == 65 * MIB and MIB <= found.st_blocks * 512 < 2 * MIB
+    engine_module.inject_fault("preallocate", "enospc")
+    with pytest.raises(OSError, match=f"preallocate of {MIB} bytes at offset {64 * MIB}"):
+        file.preallocate(MIB, 64 * MIB)
+    with pytest.raises(ValueError, match="negative"):
+        file.preallocate(MIB, -1)
+    file.close()
+
+
 def test_undecodable_and_unicode_names(tmp_path):
     for name in ("ключ|…", os.fsdecode(b"\xff\xfe")):
         path = str(tmp_path / name)

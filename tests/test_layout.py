@@ -38,6 +38,7 @@ def test_dtype_sizes_are_those_of_torch():
         layout.subfile_name(SAVE_ID, 0),
         layout.subfile_name(SAVE_ID, 123456),
         layout.common_name(SAVE_ID),
+        layout.timeline_name(SAVE_ID),
         *(layout.temporary_name(kind, SAVE_ID) for kind in ("index", "metadata", "common")),
     ],
 )
@@ -56,6 +57,8 @@ def test_own_names_carry_the_save_id(name):
         f"data-{SAVE_ID.upper()}-00000.bin",
         f"xdata-{SAVE_ID}-00000.bin",
         f".other-{SAVE_ID}.tmp",
+        f"timeline-{SAVE_ID}.json",
+        f".timeline-{SAVE_ID}.tmp",
         f"data-{SAVE_ID}-0.bin",
         "__0_0.distcp",
     ],

@@ -155,7 +155,12 @@ def test_after_failed_saves_the_old_checkpoint_is_there_without_debris(root, pos
     index = index_module.read_index(str(root / "shared"))
     names = sorted(entry.name for entry in (root / "shared").iterdir())
     assert names == sorted(
-        ["index.h5", f"common-{index.save_id}.pt", f"data-{index.save_id}-00000.bin"]
+        [
+            "index.h5",
+            f"common-{index.save_id}.pt",
+            f"data-{index.save_id}-00000.bin",
+            f"timeline-{index.save_id}.jsonl",
+        ]
     )
 
 

@@ -40,7 +40,8 @@ def run(*command, **options):
 
 def test_all_shell_scripts_are_looked_at():
     names = {path.name for path in SHELL_SCRIPTS}
-    assert names >= {"setup", "quickstart", "test", "bench", "run", "train.sbatch", "bench.sbatch"}
+    assert names >= {"setup", "quickstart", "test", "bench", "gpu_check", "run"}
+    assert names >= {"train.sbatch", "bench.sbatch"}
 
 
 @pytest.mark.parametrize("path", SHELL_SCRIPTS, ids=lambda path: path.name)

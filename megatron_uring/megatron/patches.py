@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_uring import lazy
 from megatron_uring.config import Config
 from megatron_uring.errors import UnsupportedError
 from megatron_uring.layout import BACKEND, BACKEND_VERSION
@@ -27,6 +28,8 @@ _POINTS: tuple[tuple[str, str | None, str, str, bool], ...] = (
     ("strategies.torch", "TorchDistSaveShardedStrategy", "save", "save", True),
     ("strategies.torch", "TorchDistSaveShardedStrategy", "async_save", "async_save", True),
     ("strategies.common", "TorchCommonSaveStrategy", "save_common", "save_common", True),
+    ("strategies.async_utils", "AsyncCallsQueue", "schedule_async_request", "schedule", True),
+    ("strategies.async_utils", "AsyncCallsQueue", "close", "close", True),
     ("serialization", None, "save_config", "save_config", False),
     ("strategies.torch", "TorchDistLoadShardedStrategy", "load", "load", False),
     (
@@ -75,6 +78,7 @@ class Counts:
     """What our routes served since `enable`."""
 
     saves: int = 0
+    failed_saves: int = 0
     loads: int = 0
     bypassed_saves: int = 0
 
@@ -87,6 +91,7 @@ class Installed:
     counts: Counts
     saving: bool
     active: bool = True
+    failed_in_a_row: int = 0
     _undo: list[Callable[[], None]] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
 
@@ -158,13 +163,17 @@ def _owner(module_name: str, class_name: str | None, name: str, version: str) ->
 
 def install(points: Sequence[Point], config: Config, *, save: bool) -> Installed:
     """Replace what `resolve` found."""
-    from megatron_uring.megatron import routes
+    from megatron_uring.megatron import asynchronous, fences, routes
 
     installed = Installed(config, Counts(), save)
     for point in points:
-        installed._undo.append(_replace(point, getattr(routes, point.route), installed))
+        place = asynchronous if point.route in ("schedule", "close") else routes
+        installed._undo.append(_replace(point, getattr(place, point.route), installed))
         installed._names.append(point.path)
     installed._undo.append(_register(save=save))
+    if save:
+        installed._undo.append(lazy.watch())
+        installed._undo += [lazy.fence_before(*where) for where in fences.places()]
     return installed
 
 

@@ -24,16 +24,16 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from megatron_uring import checkpoint, commit
 from megatron_uring import index as index_module
 from megatron_uring.errors import CheckpointError
 from megatron_uring.index_rules import without_tensors
 from megatron_uring.layout import BACKEND, BACKEND_VERSION, COMMON_NAME, INDEX_NAME, METADATA_NAME
-from megatron_uring.megatron import convert
+from megatron_uring.megatron import asynchronous, convert
 from megatron_uring.megatron.convert import megatron_errors
 from megatron_uring.objects import deserialize_object, serialize_object
+from megatron_uring.report import Report
 
 _log = logging.getLogger("megatron_uring")
 
@@ -43,7 +43,6 @@ Original = Callable[..., Any]
 # committed.
 _common: dict[str, bytes | CheckpointError] = {}
 _committed: dict[str, str] = {}
-_said: set[str] = set()
 
 
 def is_ours(directory: object) -> bool:
@@ -89,31 +88,44 @@ def async_save(
     *arguments: Any,
     **keywords: Any,
 ) -> Any:
-    """``TorchDistSaveShardedStrategy.async_save``: written before it returns; the request has
-    nothing left to do.
+    """``TorchDistSaveShardedStrategy.async_save``: written by native threads of this process; the
+    request's first finalize function commits.
     """
     if _is_remote(checkpoint_dir):
         return original(strategy, sharded_state_dict, checkpoint_dir, *arguments, **keywords)
-    _say_once("this release writes asynchronous saves before the call returns")
     with megatron_errors():
-        _save(installed, sharded_state_dict, checkpoint_dir)
-    return AsyncRequest(async_fn=None, async_fn_args=(), finalize_fns=[])
+        pending = _begin(installed, checkpoint.save_async, sharded_state_dict, checkpoint_dir)
+
+    def commit_save() -> None:
+        with megatron_errors():
+            _committed_by(installed, pending.wait(), checkpoint_dir)
+
+    return asynchronous.request(pending, commit_save)
 
 
 def _save(installed: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-    config, key = installed.config, _key(checkpoint_dir)
-    common = _common.pop(key, None)
+    report = _begin(installed, checkpoint.save, sharded_state_dict, checkpoint_dir)
+    _committed_by(installed, report, checkpoint_dir)
+
+
+def _begin(
+    installed: Any, save: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any
+) -> Any:
+    config = installed.config
+    common = _common.pop(_key(checkpoint_dir), None)
     failure = common if isinstance(common, CheckpointError) else None
-    state = convert.MegatronState(sharded_state_dict, failure, config.allowed_globals)
-    report = checkpoint.save(
-        state,
+    return save(
+        convert.MegatronState(sharded_state_dict, failure, config.allowed_globals),
         str(checkpoint_dir),
         config=config,
         common=common if isinstance(common, bytes) else None,
     )
+
+
+def _committed_by(installed: Any, report: Report, checkpoint_dir: Any) -> None:
     installed.counts.saves += 1
     if torch.distributed.get_rank() == 0:  # where save_config follows
-        _committed[key] = report.save_id
+        _committed[_key(checkpoint_dir)] = report.save_id
 
 
 def save_common(
@@ -287,12 +299,6 @@ def _is_remote(checkpoint_dir: Any) -> bool:
     reach.
     """
     return not isinstance(checkpoint_dir, str | Path) or str(checkpoint_dir).startswith("msc:/")
-
-
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        _log.warning("%s", text)
 
 
 def forget() -> None:

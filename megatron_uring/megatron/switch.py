@@ -15,13 +15,13 @@ Guarantees
 from __future__ import annotations
 
 import logging
-import sys
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_uring import checkpoint, profiles, stage
+from megatron_uring import checkpoint, fencing, pending, profiles, stage
 from megatron_uring.config import Config, switched_off
 from megatron_uring.errors import UnsupportedError
+from megatron_uring.report import Report, loaded_versions
 
 _log = logging.getLogger(__name__)
 
@@ -96,9 +96,12 @@ def status() -> dict[str, Any]:
     -------
     dict
         ``enabled``, ``reason``, ``options``, ``saves``, ``loads`` (calls that our code served),
-        ``bypassed_saves`` (saves that Megatron or another strategy wrote), ``patched`` (names),
-        ``engines``, ``last_save``, ``last_restore`` (`Report` fields or None), ``profiles`` (what
-        probes found, by machine and file system) and ``versions``.
+        ``failed_saves`` (asynchronous ones), ``bypassed_saves`` (saves that Megatron or another
+        strategy wrote), ``in_flight`` (directories of asynchronous saves that are not finished),
+        ``fences`` (how often and how long they waited), ``patched`` (names),
+        ``engines``, ``last_save``, ``last_restore`` (`Report` fields or None; of a save also
+        ``blocked_ms``, ``gigabytes_per_s`` and ``durable_s``), ``profiles`` (what probes found, by
+        machine and file system) and ``versions``.
     """
     installed = _switch.installed
     counts = installed.counts if installed is not None else None
@@ -110,23 +113,21 @@ def status() -> dict[str, Any]:
         "patched": installed.names() if installed is not None else [],
         "saves": counts.saves if counts is not None else 0,
         "loads": counts.loads if counts is not None else 0,
+        "failed_saves": counts.failed_saves if counts is not None else 0,
+        "in_flight": [one.directory for one in pending.in_flight()],
+        "fences": dict(vars(fencing.passed())),
         "bypassed_saves": counts.bypassed_saves if counts is not None else 0,
         "engines": stage.running_engines(),
-        "last_save": _fields(reports.get("save")),
+        "last_save": _saved(reports.get("save")),
         "last_restore": _fields(reports.get("restore")),
         "profiles": profiles.known(),
-        "versions": _versions(),
+        "versions": loaded_versions(),
     }
 
 
-def _fields(report: checkpoint.Report | None) -> dict[str, Any] | None:
+def _saved(report: Report | None) -> dict[str, Any] | None:
+    return None if report is None else {**vars(report), **report.summary()}
+
+
+def _fields(report: Report | None) -> dict[str, Any] | None:
     return None if report is None else dict(vars(report))
-
-
-def _versions() -> dict[str, str]:
-    names = ("megatron_uring", "megatron.core", "torch", "numpy", "h5py", "mpi4py")
-    return {
-        name: str(getattr(sys.modules[name], "__version__", "unknown"))
-        for name in names
-        if name in sys.modules
-    }

@@ -142,7 +142,7 @@ def _replace(path: Path, content: bytes | None) -> None:
 
 
 def _subfiles(path: Path) -> list[Path]:
-    skip = ("index.h5", "metadata.json", "common")
+    skip = ("index.h5", "metadata.json", "common", "timeline")
     return sorted(entry for entry in path.iterdir() if not entry.name.startswith(skip))
 
 

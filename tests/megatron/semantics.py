@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 import megatron_uring
+from megatron_uring import timeline
 from megatron_uring.errors import StateMismatchError
 
 
@@ -397,6 +398,8 @@ def check_asynchronous_request() -> None:
             assert order == ["finalized"] and calls.get_num_unfinalized_calls() == 0
             meet()
             assert (path / "metadata.json").exists()
+            kept = timeline.read(str(path))
+            assert kept.asynchronous and len(kept.ranks) == torch.distributed.get_world_size()
             same(dc.load(plain(0.0), str(path))["a"], plain(1.0 + number)["a"].data)
             assert dc.load_common_state_dict(str(path))["step"] == 7
         calls.close()

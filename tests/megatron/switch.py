@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.strategies import base, common
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 
 import megatron_uring
+from megatron_uring import timeline
 from megatron_uring.errors import UnsupportedError
 
 SAVER = torch_strategies.TorchDistSaveShardedStrategy
@@ -67,7 +68,7 @@ def check_twice_is_once() -> None:
     assert megatron_uring.enable() and megatron_uring.enable()
     status = megatron_uring.status()
     assert status["enabled"] and status["reason"] == "enabled", status
-    assert len(status["patched"]) == len(set(status["patched"])) == 9, status["patched"]
+    assert len(status["patched"]) == len(set(status["patched"])) == 11, status["patched"]
     assert all(name.startswith("megatron.core.dist_checkpointing.") for name in status["patched"])
     assert status["versions"]["megatron.core"] == core.__version__
     megatron_uring.disable()
@@ -91,6 +92,8 @@ def check_before_init_process_group() -> None:
     assert (status["saves"], status["loads"], status["bypassed_saves"]) == (1, 1, 0), status
     assert status["last_save"]["directory"] == str(path)
     assert status["last_save"]["state_bytes"] >= 16
+    assert status["last_save"]["blocked_ms"] > 0 and status["last_save"]["gigabytes_per_s"] > 0
+    assert not timeline.read(str(path)).asynchronous
     assert status["last_restore"]["save_id"] == status["last_save"]["save_id"]
     assert status["engines"], status
     megatron_uring.disable()
