@@ -63,7 +63,7 @@ def print_section(name: str, table: dict[str, Summary], gigabytes: float, trials
     ]
     title = f"{name}: {gigabytes:.2f} GB, {trials} trials"
     headings = [heading for heading, _ in _COLUMNS.values()]
-    _print_table(title, ["", *headings], rows, len(max(lines, key=len, default="")))
+    print_table(title, ["", *headings], rows, len(max(lines, key=len, default="")))
     for row in table.values():
         if row.reason:
             print(f"{row.what}: {row.reason}", flush=True)
@@ -94,7 +94,7 @@ def print_scale(points: Sequence[dict[str, Any]]) -> None:
         if point["reason"]:
             cells = ["-"] * len(cells)
         rows.append([point["shape"], f"{point['shards']:,}", *cells])
-    _print_table("scale: planning and index", headings, rows, 18)
+    print_table("scale: planning and index", headings, rows, 18)
     for point in points:
         if point["reason"]:
             print(f"{point['shape']}, {point['shards']:,}: {point['reason']}", flush=True)
@@ -106,7 +106,7 @@ def print_figures(figures: dict[str, Any]) -> None:
         [name, "not measured" if value is None else f"{value:.3f}"]
         for name, value in figures.items()
     ]
-    _print_table("figures", ["", "value"], rows, 32)
+    print_table("figures", ["", "value"], rows, 32)
 
 
 def print_profile(found: Tuning, *, as_json: bool) -> None:
@@ -122,13 +122,14 @@ def print_profile(found: Tuning, *, as_json: bool) -> None:
         [f"read, {name}", f"{rate:.2f}", "chosen" if found.reads_as(name) else ""]
         for name, rate in found.read_gb_per_s.items()
     ]
-    _print_table("", ["", "GB/s", ""], rows, 24)
+    print_table("", ["", "GB/s", ""], rows, 24)
     more = round(100 * (CLEARLY_FASTER - 1))
     print(f"something else than the default is chosen only if it is {more} % faster")
     print(f"from now on: {describe(asdict(found))}")
 
 
-def _print_table(title: str, headings: list[str], rows: list[list[str]], name_width: int) -> None:
+def print_table(title: str, headings: list[str], rows: list[list[str]], name_width: int) -> None:
+    """A table whose first column is left-aligned."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
