@@ -41,12 +41,15 @@ class PendingSave:
     Attributes
     ----------
     directory, save_id
+    process
+        Which began it: a forked child has no part in it.
     """
 
     def __init__(
         self, saving: Saving, placed: Placed, common: bytes | None, called_at: float
     ) -> None:
         self.directory, self.save_id = saving.directory, saving.save_id
+        self.process = os.getpid()
         self._saving, self._placed, self._common = saving, placed, common
         self._blocked_s = time.perf_counter() - called_at
         self._reduction: Callable[[], Int64Array] | None = None
@@ -182,6 +185,8 @@ def _given_up(directory: str, why: str) -> CheckpointError:
 def _abort_all() -> None:
     # Ranks that are gone would be waited for: what is not finished now never is.
     for one in in_flight():
+        if one.process != os.getpid():  # a forked child's copy: the save is its parent's
+            continue
         _log.warning(
             "the save to %s is given up: the process ends, and nobody called wait()", one.directory
         )

@@ -327,6 +327,36 @@ def test_an_aborted_save_leaves_the_old_checkpoint_and_no_file(begin, trained, t
     assert_holds(tmp_path / "c", expected)
 
 
+FORK = """
+import os, sys, time
+import torch
+import megatron_uring
+from megatron_uring import Config, _engine
+
+directory = sys.argv[1]
+config = Config(engine="posix", slab_bytes=1 << 20, slab_count=2)
+_engine.inject_fault("write", "delay", count=-1, path_contains="data-", delay_s=0.2)
+save = megatron_uring.save_async({"p": torch.ones(1 << 21)}, directory, config=config)
+child = os.fork()
+if not child:
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+save.wait()
+assert megatron_uring.restore(directory)["p"].eq(1).all()
+"""
+
+
+def test_a_forked_child_that_ends_does_nothing_to_the_save(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(FORK)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program), str(tmp_path / "c")],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "given up" not in done.stderr
+
+
 PROGRAM = """
 import os, signal, sys, time
 import torch
@@ -374,3 +404,25 @@ def test_a_process_that_ends_finishes_it_or_leaves_the_old_one(tmp_path, how, sa
         assert "given up" in done.stderr and "wait()" in done.stderr
     save({"next": torch.ones(2)}, tmp_path / "c")
     assert len([name for name in os.listdir(tmp_path / "c") if name.startswith("data-")]) == 1
+
+
+def test_a_provider_of_the_users_is_asked_in_the_call(begin, trained, tmp_path, slow):
+    class LoaderState:
+        """As the README has it."""
+
+        def __init__(self):
+            self.position = 1
+
+        def collect(self):
+            state = {"loader/0": {"position": self.position}}
+            return megatron_uring.ObjectProvider(state).collect()
+
+    loader, parameter = LoaderState(), parameters_of(trained)[0]
+    expected = parameter.detach().clone()
+    weights = [("weight", megatron_uring.Shard(parameter, (ELEMENTS,), (0,)))]
+    save = begin(megatron_uring.CompositeProvider([megatron_uring.TensorProvider(weights), loader]))
+    loader.position = 2
+    step(trained)
+    assert save.wait().lazy_bytes == 4 * ELEMENTS
+    found = megatron_uring.restore(tmp_path / "c", keys=["weight", "loader/0"])
+    assert torch.equal(found["weight"], expected) and found["loader"]["0"] == {"position": 1}

@@ -22,7 +22,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.strategies import async_utils
 
 from megatron_uring.config import Config
-from megatron_uring.errors import CheckpointError
+from megatron_uring.errors import CheckpointError, CommunicationError
 from megatron_uring.pending import PendingSave
 
 _log = logging.getLogger("megatron_uring")
@@ -116,7 +116,9 @@ def _one_of(finalize_fns: list[Finalize], pending: PendingSave, installed: Any) 
 def _raise_or_warn(
     error: CheckpointError, config: Config, failed_in_a_row: int, pending: PendingSave
 ) -> None:
-    if config.on_save_error == "raise" or failed_in_a_row > config.save_errors_maximum:
+    # ranks that cannot talk to each other do not fail alike, so that no count of theirs is the same
+    broken = isinstance(error, CommunicationError)
+    if broken or config.on_save_error == "raise" or failed_in_a_row > config.save_errors_maximum:
         raise error
     _log.error(
         "the save to %s failed, and training goes on (%d of at most %d in a row): %s",
