@@ -11,6 +11,7 @@ namespace {
 
 constexpr std::int64_t max_request_bytes = 0x7ffff000;  // what Linux transfers in one call at most
 constexpr int idle_attempt_limit = 1000;
+constexpr std::chrono::milliseconds longest_pause{200};
 
 std::int64_t align_down(std::int64_t value, std::int64_t alignment) {
     return value - value % alignment;
@@ -164,6 +165,20 @@ bool Request::transfers() const noexcept {
     return !job->addresses_.empty();
 }
 
+// Whether the rate of the job leaves this write for later. It waits in short pauses, so that one
+// that is cancelled ends soon.
+bool Request::must_wait() noexcept {
+    if (operation != Operation::write || job->write_options_.bytes_per_s == 0) return false;
+    const auto now = Clock::now();
+    if (!std::exchange(reserved_, true)) not_before_ = now + job->reserve(length);
+    paced_ = now < not_before_;
+    if (paced_) {
+        step.pause = std::min<Clock::duration>(not_before_ - now, longest_pause);
+        step.error = EAGAIN;
+    }
+    return paced_;
+}
+
 const Request::Step& Request::prepare() noexcept {
     step = {};
     step_recorded_ = false;
@@ -171,6 +186,7 @@ const Request::Step& Request::prepare() noexcept {
         step.error = ECANCELED;
         return step;
     }
+    if (must_wait()) return step;
     try {
         const recorder::Verdict verdict = recorder::before(operation, descriptor->path());
         step_recorded_ = true;
@@ -179,7 +195,6 @@ const Request::Step& Request::prepare() noexcept {
             std::exchange(back_off_, {}) + std::chrono::duration_cast<Clock::duration>(
                                                std::chrono::duration<double>(verdict.delay_s));
         if (operation != Operation::sync) prepare_transfer(verdict.shorten);
-        if (operation == Operation::write && done_bytes_ == 0) step.pause += job->reserve(length);
     } catch (...) {
         job->fail(std::current_exception());
         step.error = ECANCELED;
@@ -203,6 +218,7 @@ void Request::prepare_transfer(bool shorten) noexcept {
 
 Request::Outcome Request::advance(std::int64_t result) noexcept {
     const bool moves = operation != Operation::sync;
+    if (std::exchange(paced_, false) && !job->stopped()) return Outcome::resubmit;
     if (step_recorded_) {
         try {
             recorder::after(operation, descriptor->path(), step.offset, moves ? wanted_bytes_ : 0,

@@ -80,6 +80,7 @@ struct Request {
     std::size_t block_number(std::int64_t at) const noexcept;
     void land_block(std::int64_t at, Clock::duration& checking);
     void prepare_transfer(bool shorten) noexcept;
+    bool must_wait() noexcept;
     Outcome advance_transfer(std::int64_t result) noexcept;
     Outcome retry_or_fail(int error, bool pause) noexcept;
     void fail(int error) noexcept;
@@ -93,6 +94,9 @@ struct Request {
     std::int64_t wanted_bytes_ = 0;  // what the step in flight wanted before a fault cut it
     bool step_direct_ = false;
     bool step_recorded_ = false;
+    bool reserved_ = false;  // of the job's rate
+    bool paced_ = false;     // the step in flight only waits
+    Clock::time_point not_before_;
     int idle_attempts_ = 0;
     Clock::duration back_off_{0};  // before the next step
 };

@@ -127,6 +127,8 @@ def _begin(
     config = config or Config.from_environment()
     world = communicator or comm.current(config.timeout_s, config.communicator)
     directory = os.fspath(directory)
+    if lazy:  # the caller may be somewhere else when it is finished
+        directory = os.path.abspath(directory)
     pending.finish_in(directory)
     clock = Clock()
     with together(world):

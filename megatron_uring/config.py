@@ -107,7 +107,9 @@ class Config:
         ("off", "sampled", "full"),
     )
     drain_bytes_per_s: int = _option(
-        0, "most bytes that each rank writes in a second of an asynchronous save; 0: no limit"
+        0,
+        "most bytes that each rank writes in a second of an asynchronous save, at least 1 MiB; 0: "
+        "no limit",
     )
     drain_priority: str = _option(
         "normal",
@@ -165,6 +167,9 @@ class Config:
         staging = self.staging_directory
         if not isinstance(staging, str) or (staging and not os.path.isabs(staging)):
             raise _refused("staging_directory", staging, "an absolute path, or nothing")
+        if 0 < self.drain_bytes_per_s < MEBIBYTE:
+            allowed = f"0, or at least {MEBIBYTE}"
+            raise _refused("drain_bytes_per_s", self.drain_bytes_per_s, allowed)
         if self.slab_bytes % MEBIBYTE:
             raise _refused("slab_bytes", self.slab_bytes, f"a multiple of {MEBIBYTE}")
 

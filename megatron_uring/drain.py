@@ -140,14 +140,14 @@ class Drain:
 
     def wait_staged(self, waited_since: float) -> None:
         """Return when it is `staged`; without progress for ``timeout_s`` the drain has failed."""
-        seen, deadline = -1, time.monotonic() + self.config.timeout_s
+        seen, deadline = -1, time.monotonic() + patience_s(self.config)
         while not self.staged() and self._error is None:
             for region in self._regions:
                 if not region.job.wait_staged(_POLL_S):
                     break
             moved = self._moved_bytes()
             if moved != seen:
-                seen, deadline = moved, time.monotonic() + self.config.timeout_s
+                seen, deadline = moved, time.monotonic() + patience_s(self.config)
             elif time.monotonic() > deadline:
                 self.give_up(self._stuck("stage tensors", moved))
         now = time.perf_counter()
@@ -188,12 +188,12 @@ class Drain:
         StateMismatchError
             A tensor changed before it was copied.
         """
-        seen, deadline = -1, time.monotonic() + self.config.timeout_s
+        seen, deadline = -1, time.monotonic() + patience_s(self.config)
         while not self.advance():
             self._pause()
             moved = self._moved_bytes()
             if moved != seen:
-                seen, deadline = moved, time.monotonic() + self.config.timeout_s
+                seen, deadline = moved, time.monotonic() + patience_s(self.config)
             elif time.monotonic() > deadline:
                 self.give_up(self._stuck("write subfile", moved))
             report(moved)
@@ -295,6 +295,12 @@ class Drain:
             found=f"{moved} copied or written after {self.config.timeout_s:g} s without progress",
             cause="the file system does not answer",
         )
+
+
+def patience_s(config: Config) -> float:
+    """How long nothing may move: ``timeout_s``, and what a slab takes where the rate is limited."""
+    limited_s = config.slab_bytes / config.drain_bytes_per_s if config.drain_bytes_per_s else 0.0
+    return config.timeout_s + limited_s
 
 
 def compared_later(level: str, start: int, length: int, staged: Staged) -> Compared:

@@ -12,6 +12,7 @@ Guarantees
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -57,6 +58,8 @@ class _State:
 
 
 _state = _State(Fences(), [])
+# A forked child has no native threads; what its parent copies is the parent's.
+os.register_at_fork(after_in_child=_state.staging.clear)
 
 
 def fence() -> float:

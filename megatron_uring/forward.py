@@ -20,7 +20,7 @@ import numpy as np
 from megatron_uring import _engine
 from megatron_uring.columns import Uint8Array, Uint32Array
 from megatron_uring.config import Config
-from megatron_uring.drain import PRIORITIES
+from megatron_uring.drain import PRIORITIES, patience_s
 from megatron_uring.errors import CorruptionError
 from megatron_uring.layout import BLOCK_BYTES
 from megatron_uring.progress import run_job
@@ -100,7 +100,7 @@ class _Moving:
             start,
             operation,
             file.path,
-            self.config.timeout_s,
+            patience_s(self.config),
             alive=(file, alive),
             report=report,
             meanwhile=meanwhile,

@@ -47,7 +47,8 @@ def may_wait(tensors: Sequence[torch.Tensor]) -> BoolArray:
 def _within_optimizers(tensors: Sequence[torch.Tensor]) -> BoolArray:
     """Which of them lie wholly in memory of a parameter or a state of an optimizer."""
     known = [*chain.from_iterable(map(_tensors_of, list(_optimizers)))]
-    owners = with_memory(known)
+    # between the elements of one with gaps lie other tensors' elements
+    owners = [one for one in with_memory(known) if _has_no_gaps(one)]
     device, owner_device = device_numbers(tensors), device_numbers(owners)
     held = np.zeros(len(tensors), np.bool_)
     for number in np.unique(device).tolist():  # an address means something on its device only
@@ -85,6 +86,10 @@ def _spans(tensors: Sequence[torch.Tensor]) -> tuple[Int64Array, Int64Array]:
     """First byte and the one behind the last, int64 [N] each; of a strided tensor what it spans."""
     begin = addresses(tensors).astype(np.int64)
     return begin, begin + np.fromiter(map(_span_bytes, tensors), np.int64, len(tensors))
+
+
+def _has_no_gaps(tensor: torch.Tensor) -> bool:
+    return _span_bytes(tensor) <= tensor.numel() * tensor.element_size()
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:

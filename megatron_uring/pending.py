@@ -7,6 +7,7 @@ Guarantees
 - `wait` commits, or raises on all ranks; nothing of a save that failed is left that could be taken
   for a checkpoint. Called again, it gives the same answer.
 - `abort` asks no other rank, and leaves the checkpoint that was there before.
+- A `wait` inside of a `wait` of the same save, as a signal handler may call it, is refused.
 - Saves are finished in any order, each one on all ranks in the same order. One that is still
   pending when the process ends is aborted, and said so.
 """
@@ -33,6 +34,7 @@ _log = logging.getLogger("megatron_uring")
 _SLOW_POLL_S = 1e-3
 _last: dict[str, Report] = {}
 _in_flight: list[PendingSave] = []
+os.register_at_fork(after_in_child=_in_flight.clear)  # the saves are the parent's
 
 
 class PendingSave:
@@ -41,19 +43,16 @@ class PendingSave:
     Attributes
     ----------
     directory, save_id
-    process
-        Which began it: a forked child has no part in it.
     """
 
     def __init__(
         self, saving: Saving, placed: Placed, common: bytes | None, called_at: float
     ) -> None:
         self.directory, self.save_id = saving.directory, saving.save_id
-        self.process = os.getpid()
         self._saving, self._placed, self._common = saving, placed, common
         self._blocked_s = time.perf_counter() - called_at
         self._reduction: Callable[[], Int64Array] | None = None
-        self._agreed = False
+        self._agreed = self._finishing = False
         self._outcome: Report | CheckpointError | None = None
         if saving.lazy:
             _in_flight.append(self)
@@ -100,6 +99,9 @@ class PendingSave:
             return self._outcome
         if self._outcome is not None:
             raise self._outcome
+        if self._finishing:
+            raise _given_up(self.directory, "it is being finished, further up the stack")
+        self._finishing = True
         began = time.perf_counter()
         try:
             self._finish()
@@ -122,10 +124,10 @@ class PendingSave:
         if saving.lazy:
             saving.clock.lap("drain", "")  # until now the caller was elsewhere
         with together(saving.world):
-            if self._reduction is not None:
-                self._reduction()
-                self._reduction = None
             try:
+                if self._reduction is not None:
+                    self._reduction()
+                    self._reduction = None
                 saving.finish_drain(self._placed)
                 contents = saving.finish_subfile(self._placed)
             except BaseException:
@@ -185,8 +187,6 @@ def _given_up(directory: str, why: str) -> CheckpointError:
 def _abort_all() -> None:
     # Ranks that are gone would be waited for: what is not finished now never is.
     for one in in_flight():
-        if one.process != os.getpid():  # a forked child's copy: the save is its parent's
-            continue
         _log.warning(
             "the save to %s is given up: the process ends, and nobody called wait()", one.directory
         )

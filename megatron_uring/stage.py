@@ -185,6 +185,9 @@ def host_tensors(provided: Provided, *, lazily: bool = False) -> HostTensors:
         stays |= devices.readable(alive)
     if lazily:
         stays[stays] = lazy.may_wait(list(compress(alive, stays.tolist())))
+        for position in np.flatnonzero(stays).tolist():
+            # a handle of our own, which keeps the memory if the caller gives the tensor another
+            alive[position] = alive[position].detach()
     copied = ~stays
     for position in np.flatnonzero(copied).tolist():
         tensor = alive[position].detach()

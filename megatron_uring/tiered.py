@@ -30,7 +30,7 @@ from dataclasses import replace
 
 from megatron_uring import _engine, fencing, tier
 from megatron_uring.config import Config
-from megatron_uring.drain import Compared, Drain, KeysAt, compared_later
+from megatron_uring.drain import Compared, Drain, KeysAt, compared_later, patience_s
 from megatron_uring.errors import (
     CheckpointError,
     StateMismatchError,
@@ -175,7 +175,7 @@ class TieredDrain:
             moved, now = self._moved, time.monotonic()
             if moved != seen:
                 # the thread has the same bound for each job, and is to find it out first
-                seen, deadline = moved, now + self.config.timeout_s + _GRACE_S
+                seen, deadline = moved, now + patience_s(self.config) + _GRACE_S
             elif now > deadline:
                 self.give_up(
                     StorageError(
@@ -235,8 +235,6 @@ class TieredDrain:
         self._drain = drain = Drain(
             self.engine, file, config, lazy=True, syncs=syncs, clock=self._clock
         )
-        for region in self._given:
-            drain.add(*region)
 
         def report(moved: int) -> None:
             self._move(moved)
@@ -246,9 +244,12 @@ class TieredDrain:
                 self._staged.set()
 
         try:
+            for region in self._given:
+                drain.add(*region)
             drain.wait(report)
-        except CheckpointError as error:
-            drain.give_up(error)  # it may have been ended from outside
+        except Exception as error:
+            # it may have been ended from outside, or hold what was added before the error
+            drain.give_up(as_checkpoint_error(error, "write subfile", file.path))
             raise
 
     def _acknowledge(self) -> None:

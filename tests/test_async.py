@@ -18,6 +18,7 @@ from megatron_uring import (
     StorageError,
     _engine,
     pending,
+    progress,
     stage,
 )
 
@@ -210,7 +211,7 @@ def test_polls_and_waits(begin, trained, slow):
     assert megatron_uring.status()["last_save"]["save_id"] == report.save_id
     assert report.drained_s >= 0.1 and report.slowest_s == pytest.approx(report.drained_s, abs=0.1)
     assert report.seconds >= report.blocked_s > 0
-    assert report.directory in report.line() and "rank 0 last" in report.line()
+    assert report.directory in report.line() and "rank 0 slowest" in report.line()
 
 
 def test_the_pool_is_bounded(begin, trained):
@@ -339,6 +340,7 @@ _engine.inject_fault("write", "delay", count=-1, path_contains="data-", delay_s=
 save = megatron_uring.save_async({"p": torch.ones(1 << 21)}, directory, config=config)
 child = os.fork()
 if not child:
+    assert megatron_uring.fence() == 0.0 and not megatron_uring.status()["in_flight"]
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0
 save.wait()
@@ -426,3 +428,65 @@ def test_a_provider_of_the_users_is_asked_in_the_call(begin, trained, tmp_path, 
     assert save.wait().lazy_bytes == 4 * ELEMENTS
     found = megatron_uring.restore(tmp_path / "c", keys=["weight", "loader/0"])
     assert torch.equal(found["weight"], expected) and found["loader"]["0"] == {"position": 1}
+
+
+# -------------------------------------------------------------------------------------------------
+# misuse
+
+
+def test_a_wait_inside_of_a_wait_is_refused_and_the_save_is_committed(
+    begin, trained, tmp_path, slow
+):
+    save, refused = begin(state_of(trained)), []
+
+    def again(*_):
+        try:
+            save.wait()
+        except StorageError as error:
+            refused.append(str(error))
+
+    before = signal.signal(signal.SIGALRM, again)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        report = save.wait()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert save.wait() is report
+    assert len(refused) == 1 and "being finished" in refused[0]
+    assert_holds(tmp_path / "c", copied(state_of(trained)))
+
+
+def test_memory_that_a_tensor_no_longer_has_is_kept(begin, trained, tmp_path, slow):
+    parameter = parameters_of(trained)[0]
+    expected = parameter.detach().clone()
+    save = begin({"p": parameter})
+    parameter.data = torch.zeros(3)
+    garbage = [torch.full((ELEMENTS,), 7.0) for _ in range(4)]  # takes memory that was given back
+    save.wait()
+    assert torch.equal(megatron_uring.restore(tmp_path / "c")["p"], expected) and garbage
+
+
+def test_a_relative_directory_stays_where_it_was(begin, trained, tmp_path, world, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    save = megatron_uring.save_async(
+        state_of(trained), "relative", config=SMALL, communicator=world
+    )
+    monkeypatch.chdir(tmp_path / "other")
+    save.wait()
+    assert_holds(tmp_path / "relative", copied(state_of(trained)))
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "posix"])
+def test_a_limited_save_is_aborted_soon_and_is_not_taken_for_a_stuck_disk(begin, engine):
+    slow_rate = Config(
+        engine=engine, slab_bytes=MIB, slab_count=2, drain_bytes_per_s=MIB, timeout_s=0.4
+    )
+    assert begin({"x": torch.ones(ELEMENTS // 2)}, config=slow_rate).wait().drained_s > 0.9
+    held = len(progress._held)
+    save = begin({"x": torch.ones(ELEMENTS * 2)}, config=slow_rate)
+    began = time.perf_counter()
+    save.abort()
+    assert time.perf_counter() - began < 2.0
+    assert len(progress._held) == held

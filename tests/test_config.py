@@ -26,7 +26,7 @@ SAMPLES = {
     "probe": ("on", "on"),
     "staging_bytes": ("1048576", 1048576),
     "verify_staging": ("full", "full"),
-    "drain_bytes_per_s": ("1000000", 1000000),
+    "drain_bytes_per_s": ("2000000", 2000000),
     "drain_priority": ("idle", "idle"),
     "on_save_error": ("warn", "warn"),
     "save_errors_maximum": ("0", 0),

@@ -99,6 +99,15 @@ def test_what_reaches_beyond_a_known_tensor_may_not_wait(trained):
     assert found.tolist() == [True, False, False, True, False]
 
 
+def test_what_lies_between_the_elements_of_a_known_tensor_may_not_wait(trained):
+    base = torch.rand(64, 64)
+    parameter = torch.nn.Parameter(base[:, :32])
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert lazy.may_wait([parameter, base[:-1, 32:]]).tolist() == [True, False]
+
+
 def test_nothing_may_wait_where_no_fence_stands():
     parameter = torch.nn.Parameter(torch.rand(3))
     for optimizer in list(lazy._optimizers):

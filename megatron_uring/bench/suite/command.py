@@ -77,7 +77,8 @@ def _measuring(function: Any) -> Any:
             click.option(
                 "--minutes",
                 type=click.FloatRange(min=0),
-                help="begin no round of trials that would end later; 0: no limit",
+                help="begin no round of trials that would end later, beyond the warm-up and the "
+                "first trial, which are always measured; 0: no limit",
             ),
             click.option(
                 "--resume",

@@ -279,7 +279,8 @@ class Run:
             self._warm_up(units)
         for trial in range(self.trials + 1):
             if trial > 1 and not self._time_left(time.monotonic() - began + round_s):
-                self.watcher.note(f"ended after {trial - 1} of {self.trials} trials: no time left")
+                count = f"{trial - 1} of {self.trials} trials"
+                self.watcher.note(f"ended after {count}: no time left; --resume goes on")
                 return
             for case in _shuffled(units, trial):
                 if self._is_due(case, trial):
