@@ -475,3 +475,24 @@ def test_memory_of_the_page_cache_is_touched_and_given_back(world, tmp_path, mon
 def test_sizes_that_cannot_be_measured_are_refused_in_words(text):
     with pytest.raises(click.BadParameter, match="--shards"):
         scale.parse_sizes(text, "--shards")
+
+
+@pytest.mark.mpi
+def test_asynchronous_saves_are_measured_beside_other_libraries(tmp_path):
+    place, found = tmp_path / "place", tmp_path / "async.json"
+    place.mkdir()
+    options = ("--gigabytes-per-rank", 0.07, "--trials", 1, "--loop-trials", 1, "--iterations", 1)
+    done = launch(
+        "-m", "megatron_uring.bench.asynchronous", "--directory", place, *options,
+        "--compute-factor", 0.5, "--json", found,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(found.read_text())
+    figures = result["figures"]
+    assert figures["children"] == 0 and figures["shm_left"] == 0
+    for name in ("blocking_to_memcpy", "blocking_and_fence_to_memcpy", "loop_to_none"):
+        assert figures[name] > 0, figures
+    for name in ("megatron", "dcp"):
+        assert figures[f"loop_{name}_to_none"] or name in result["notes"], result["notes"]
+    assert figures["step_slowdown"] > 0 and figures["step_slowdown_limited"] > 0
+    assert "least" in done.stdout and os.listdir(place) == []

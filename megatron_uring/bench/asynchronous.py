@@ -270,10 +270,6 @@ def _show(bench: Bench) -> None:
         ]
         for name, values in bench.samples.items()
     ]
-    rows += [[f"loop, {name}", reason, "", "", ""] for name, reason in bench.notes.items()]
-    rows.append(
-        ["GPU", _NO_GPU if not torch.cuda.is_available() else "scripts/gpu_check", "", "", ""]
-    )
     report.print_table("seconds, slowest rank", ["", "median", "least", "most", "trials"], rows, 34)
     report.print_figures(figures(bench))
     gpu = {} if torch.cuda.is_available() else {"GPU": _NO_GPU}
