@@ -15,10 +15,12 @@ Guarantees
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import async_utils
 
 from megatron_uring.config import Config
@@ -107,10 +109,33 @@ def _one_of(finalize_fns: list[Finalize], pending: PendingSave, installed: Any) 
             _raise_or_warn(error, installed.config, installed.failed_in_a_row, pending)
             return
         installed.failed_in_a_row = 0
-        for function in others:
-            function()
+        with _our_metadata(installed):
+            for function in others:
+                function()
 
     return finalize
+
+
+@contextlib.contextmanager
+def _our_metadata(installed: Any) -> Iterator[None]:
+    """Megatron's ``metadata.json`` says who wrote the tensors, also where ``disable()`` came
+    between the save and its end.
+    """
+    if installed.active:
+        yield
+        return
+    from megatron_uring.megatron import routes  # which imports this module
+
+    original = serialization.save_config
+
+    def save_config(config: Any, checkpoint_dir: Any) -> None:
+        routes.save_config(installed, original, config, checkpoint_dir)
+
+    serialization.save_config = save_config
+    try:
+        yield
+    finally:
+        serialization.save_config = original
 
 
 def _raise_or_warn(

@@ -332,8 +332,27 @@ def check_a_queue_that_is_aborted() -> None:
     expect(path, 4.0)
 
 
+def check_disabled_in_flight() -> None:
+    queue, path = AsyncCallsQueue(), folder("disabled")
+    with slow(0.02):
+        finalized = schedule(queue, 7.0, path)
+        megatron_uring.disable()
+        before = dc.serialization.save_config
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert finalized == ["tracker"] and dc.serialization.save_config is before
+    assert '"megatron_uring"' in (path / "metadata.json").read_text()
+    enable()
+    expect(path, 7.0)
+    with slow(0.02):
+        schedule(queue, 8.0, path)
+        enable()  # again
+        finish(queue)
+    expect(path, 8.0)
+
+
 def check_a_rank_that_never_finishes() -> None:  # the last: the communicator is broken after it
-    enable(timeout_s=1.5)
+    os.environ["MEGATRON_URING_TIMEOUT_S"] = "1.5"  # which wins over what a program says
+    enable()
     path = folder("never")
     request = dc.save(state(6.0), str(path), async_sharded_save=True)
     if rank() == 0:
