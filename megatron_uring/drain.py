@@ -32,7 +32,7 @@ from megatron_uring.errors import (
     as_checkpoint_error,
 )
 from megatron_uring.layout import BLOCK_BYTES
-from megatron_uring.progress import Clock, end_job, hold, let_go
+from megatron_uring.progress import Clock, Patience, end_job, hold, let_go
 from megatron_uring.tables import Staged
 
 _POLL_S = 0.05
@@ -140,15 +140,13 @@ class Drain:
 
     def wait_staged(self, waited_since: float) -> None:
         """Return when it is `staged`; without progress for ``timeout_s`` the drain has failed."""
-        seen, deadline = -1, time.monotonic() + patience_s(self.config)
+        patience = Patience(patience_s(self.config))
         while not self.staged() and self._error is None:
             for region in self._regions:
                 if not region.job.wait_staged(_POLL_S):
                     break
             moved = self._moved_bytes()
-            if moved != seen:
-                seen, deadline = moved, time.monotonic() + patience_s(self.config)
-            elif time.monotonic() > deadline:
+            if patience.is_over(moved):
                 self.give_up(self._stuck("stage tensors", moved))
         now = time.perf_counter()
         self.fence_s += now - waited_since
@@ -188,13 +186,11 @@ class Drain:
         StateMismatchError
             A tensor changed before it was copied.
         """
-        seen, deadline = -1, time.monotonic() + patience_s(self.config)
+        patience = Patience(patience_s(self.config))
         while not self.advance():
             self._pause()
             moved = self._moved_bytes()
-            if moved != seen:
-                seen, deadline = moved, time.monotonic() + patience_s(self.config)
-            elif time.monotonic() > deadline:
+            if patience.is_over(moved):
                 self.give_up(self._stuck("write subfile", moved))
             report(moved)
         if self._error is not None:
@@ -306,6 +302,8 @@ def patience_s(config: Config) -> float:
 def compared_later(level: str, start: int, length: int, staged: Staged) -> Compared:
     """What the copies of a region are compared with: checksums of some blocks as they are now."""
     compared = _compared_blocks(length, level)
+    if not len(compared):
+        return compared, np.zeros(0, np.uint32)
     return compared, _engine.block_checksums(staged.pieces, start, length, compared)
 
 

@@ -127,6 +127,22 @@ def step(world: Communicator, name: str) -> Iterator[None]:
     world.agree(name, error)
 
 
+class Patience:
+    """The end of a wait for something that moves bytes: when it has moved none for `limit_s`."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._moved_bytes = -1
+        self._deadline = time.monotonic() + limit_s
+
+    def is_over(self, moved_bytes: int) -> bool:
+        """Whether it has; `moved_bytes` is what was moved by now, and any change of it counts."""
+        now = time.monotonic()
+        if moved_bytes != self._moved_bytes:
+            self._moved_bytes, self._deadline = moved_bytes, now + self._limit_s
+        return now > self._deadline
+
+
 def run_job(
     start: Callable[[], _engine.Job],
     operation: str,
@@ -198,12 +214,10 @@ def _poll(
     timeout_s: float,
     report: Callable[[int], None] | None,
 ) -> None:
-    progress, deadline = -1, time.monotonic() + timeout_s
+    patience = Patience(timeout_s)
     while not job.wait(_POLL_S):
         done = job.bytes_done
-        if done != progress:
-            progress, deadline = done, time.monotonic() + timeout_s
-        elif time.monotonic() > deadline:
+        if patience.is_over(done):
             raise StorageError(
                 operation,
                 path=path,

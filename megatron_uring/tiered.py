@@ -38,7 +38,7 @@ from megatron_uring.errors import (
     as_checkpoint_error,
 )
 from megatron_uring.forward import Region, Report, forward
-from megatron_uring.progress import Clock
+from megatron_uring.progress import Clock, Patience
 from megatron_uring.tables import Staged
 
 _log = logging.getLogger("megatron_uring")
@@ -170,13 +170,11 @@ class TieredDrain:
     def _wait_for(
         self, event: threading.Event, operation: str, report: Report | None = None
     ) -> None:
-        seen, deadline = -1, 0.0
+        # the thread has the same bound for each job, and is to find it out first
+        patience = Patience(patience_s(self.config) + _GRACE_S)
         while not event.wait(_POLL_S):
-            moved, now = self._moved, time.monotonic()
-            if moved != seen:
-                # the thread has the same bound for each job, and is to find it out first
-                seen, deadline = moved, now + patience_s(self.config) + _GRACE_S
-            elif now > deadline:
+            moved = self._moved
+            if patience.is_over(moved):
                 self.give_up(
                     StorageError(
                         operation,

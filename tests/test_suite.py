@@ -260,7 +260,7 @@ def test_too_little_room_is_said_before_anything_is_written(run_of, tmp_path):
 
 def test_states_that_memory_has_no_room_for_are_left_out_and_named(run_of, monkeypatch):
     run = run_of(["restore", "inventory"], peers=())
-    monkeypatch.setattr("megatron_uring.bench.suite.run.status_bytes", lambda name, path: 24 * MIB)
+    monkeypatch.setattr("megatron_uring.stage.free_memory_bytes", lambda: 24 * MIB)
     run.execute()
     notes = "\n".join(run.watcher.notes)
     assert "left out: restore: our own: no memory for" in notes

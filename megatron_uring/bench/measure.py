@@ -215,14 +215,13 @@ def _reset_peak_memory() -> int:
     return status_bytes("VmRSS")
 
 
-def status_bytes(name: str, path: str = "/proc/self/status") -> int:
-    """A field of this process's status: ``VmRSS``, or ``VmHWM``, the peak since the last reset; or
-    of another file that is written alike, such as ``/proc/meminfo``.
+def status_bytes(name: str) -> int:
+    """A field of this process's status: ``VmRSS``, or ``VmHWM``, the peak since the last reset.
 
     Not ``ru_maxrss``, which a process inherits from its parent.
     """
-    with open(path, encoding="ascii") as file:
+    with open("/proc/self/status", encoding="ascii") as file:
         for line in file:
             if line.startswith(name + ":"):
                 return int(line.split()[1]) << 10
-    raise UnavailableError(f"{path} has no {name}")
+    raise UnavailableError(f"/proc/self/status has no {name}")

@@ -26,7 +26,6 @@ import numpy as np
 
 from megatron_uring import stage
 from megatron_uring.bench import cache, formats, measure, peers, state
-from megatron_uring.bench.measure import status_bytes
 from megatron_uring.bench.sections import FOLDER, removed_in_the_end
 from megatron_uring.bench.suite import emulations, results, suites
 from megatron_uring.bench.suite.cases import PHASES, Case, Shelf
@@ -161,7 +160,7 @@ class Run:
         ranks_here = int(np.bincount(self.world.node_of_rank).max())
         known = [
             int(space.f_bavail * space.f_frsize * _DISK_SHARE) // self.world.size,
-            int(status_bytes("MemAvailable", "/proc/meminfo") * _MEMORY_SHARE) // ranks_here // 2,
+            int(stage.free_memory_bytes() * _MEMORY_SHARE) // ranks_here // 2,
         ]
         disk, memory = self.world.allreduce(np.array(known, np.int64), "min").tolist()
         arena = min(memory, ARENA_BYTES)
