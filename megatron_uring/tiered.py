@@ -199,7 +199,7 @@ class TieredDrain:
                 regions = self.regions
                 began = time.perf_counter()
                 forward(self.engine, copy.source, self.file, regions, self.config, self._move)
-                self._clock.add("drain to the directory", began, time.perf_counter())
+                self._clock.add("forward", began, time.perf_counter())
                 self._mark(copy)
         except Exception as error:
             self._error = self._error or as_checkpoint_error(

@@ -38,7 +38,7 @@ _LARGEST_BYTES = 1 << 29
 _LARGEST_NUMBER = 1 << 53  # what JSON numbers hold exactly
 _LONGEST_NAME = 100
 # What native threads do while the caller goes on has a track of its own.
-_NATIVE = frozenset(("write", "staging", "sync"))
+_NATIVE = frozenset(("write", "staging", "sync", "forward"))
 
 
 # -------------------------------------------------------------------------------------------------

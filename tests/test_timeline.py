@@ -1,5 +1,6 @@
 """Timelines: what is kept of a save, that the save never fails for it, the trace that shows it."""
 
+import dataclasses
 import json
 import logging
 import sys
@@ -155,6 +156,22 @@ def test_an_asynchronous_save_shows_its_fence_and_when_threads_were_through(slow
     assert len(syncs) == 2 and all(found["write"][1] <= begin for _, begin, _ in syncs)
     assert report.drained_s == pytest.approx(syncs[0][2], abs=1e-3)
     require_trace(timeline.trace(kept))
+
+
+def test_a_save_in_two_tiers_shows_them_beside_the_caller(world, tmp_path, in_memory):
+    staging = str(in_memory / "staging")
+    config = dataclasses.replace(SMALL_POOL, staging_directory=staging)
+    _engine.inject_fault("write", "delay", delay_s=0.01, count=-1, path_contains="data-")
+    state, _ = lazy_state(2 << 20)
+    directory = str(tmp_path / "c")
+    one = megatron_uring.save_async(state, directory, config=config, communicator=world)
+    while not one.poll():  # the caller's spans lie within those of the thread
+        time.sleep(0.01)
+    one.wait()
+    made = timeline.trace(timeline.read(directory))
+    require_trace(made)
+    native = {event["name"] for event in made["traceEvents"] if event.get("cat") == "native"}
+    assert {"write", "staging", "forward"} <= native
 
 
 def test_spans_of_a_name_are_few_however_often_it_happens(slow_save, monkeypatch):
