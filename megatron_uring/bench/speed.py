@@ -286,10 +286,14 @@ def main(peers: str, sections: str, scale_shards: str, json_path: str | None, **
 
 
 def choose(text: str, known: list[str], option: str) -> list[str]:
-    """Names with commas between them, ``"all"`` or ``"none"``; each has to be known."""
+    """Names with commas between them, ``"all"``, or ``"none"`` where that is no name; each has to
+    be known.
+    """
     if text == "all":
         return known
-    names = [name.strip() for name in text.split(",") if name.strip() and name.strip() != "none"]
+    if text == "none" and "none" not in known:
+        return []
+    names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise click.BadParameter(f"{option}: {unknown[0]!r} is none of {', '.join(known)}")
