@@ -8,8 +8,9 @@ Guarantees
   for a checkpoint. Called again, it gives the same answer.
 - `abort` asks no other rank, and leaves the checkpoint that was there before.
 - A `wait` inside of a `wait` of the same save, as a signal handler may call it, is refused.
-- Saves are finished in any order, each one on all ranks in the same order. One that is still
-  pending when the process ends is aborted, and said so.
+- Saves are finished in any order, the same on all ranks: where ranks poll or wait for different
+  ones, all of them raise, and nothing is committed. One that is still pending when the process ends
+  is aborted, and said so.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 
 from megatron_uring import timeline
 from megatron_uring.columns import Int64Array
-from megatron_uring.errors import CheckpointError, StorageError
+from megatron_uring.errors import CheckpointError, CommunicationError, StorageError
 from megatron_uring.progress import together
 from megatron_uring.report import Report
 from megatron_uring.saving import Placed, Saving
@@ -32,6 +33,7 @@ from megatron_uring.tiered import TieredDrain
 
 _log = logging.getLogger("megatron_uring")
 _SLOW_POLL_S = 1e-3
+_ID_DIGITS = 15  # of a save id, as many as a positive int64 holds
 _last: dict[str, Report] = {}
 _in_flight: list[PendingSave] = []
 os.register_at_fork(after_in_child=_in_flight.clear)  # the saves are the parent's
@@ -75,17 +77,36 @@ class PendingSave:
     def poll(self) -> bool:
         """Whether every rank's part is durable, or has failed, so that `wait` does not wait for a
         disk; collective, and the same on all ranks.
+
+        Raises
+        ------
+        CommunicationError
+            Ranks polled different saves, or one did not come within ``timeout_s``.
         """
         if self._outcome is not None or self._agreed:
             return True
         drained, world = self.drained(), self._saving.world
         with together(world), self._saving.clock.span("poll", least_s=_SLOW_POLL_S):
-            self._agreed = self._reduction is not None and bool(self._reduction()[0])
-            self._reduction = None
+            reduction, self._reduction = self._reduction, None
+            if reduction is not None:
+                least, first, last = reduction().tolist()
+                if first != -last:
+                    raise self._polled_another()
+                self._agreed = bool(least)
             if not self._agreed:
-                own = np.array([int(drained)], np.int64)
+                number = int(self.save_id[:_ID_DIGITS], 16)
+                own = np.array([int(drained), number, -number], np.int64)
                 self._reduction = world.start_allreduce(own, "min")
         return self._agreed
+
+    def _polled_another(self) -> CommunicationError:
+        return CommunicationError(
+            "poll save",
+            path=self.directory,
+            expected=f"all ranks to poll save {self.save_id}",
+            found="another save polled by some",
+            cause="saves in flight are polled and waited for in the same order on all ranks",
+        )
 
     def wait(self) -> Report:
         """Wait until every rank's part is durable, and commit; collective.
@@ -165,11 +186,19 @@ def in_flight() -> list[PendingSave]:
 
 
 def finish_in(directory: str) -> None:
-    """Finish those of this directory; collective. Their errors are theirs: `wait` gives them."""
+    """Finish those of this directory; collective. Their errors are theirs: `wait` gives them.
+
+    Raises
+    ------
+    CommunicationError
+        Ranks do not finish the same saves: they would not go on together either.
+    """
     for one in in_flight():
         if os.path.realpath(one.directory) == os.path.realpath(directory):
             try:
                 one.wait()
+            except CommunicationError:
+                raise
             except CheckpointError as error:
                 _log.warning("an asynchronous save failed: %s", error)
 

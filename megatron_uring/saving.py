@@ -263,7 +263,8 @@ class Saving:
     def finish_drain(self, placed: Placed) -> None:
         """Wait until this rank's regions are on disk."""
         assert self.drain is not None
-        with step(self.world, "write subfile"):
+        # with its id: ranks that wait for different saves must not take each other's checksums
+        with step(self.world, f"write subfile of save {self.save_id}"):
             placed.known.encode()
             self.drain.wait(self.world.report_progress)
             self._regions += self.drain.regions
