@@ -17,9 +17,10 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_uring.columns import (
     BoolArray,
@@ -172,6 +173,7 @@ def plan_restore(
     *,
     gap_bytes: int,
     partial: BoolArray | None = None,
+    steps: Int64Array | None = None,
 ) -> RestorePlan:
     """Intersect the wanted boxes with the saved ones, and coalesce what must be read.
 
@@ -187,12 +189,16 @@ def plan_restore(
         Unneeded bytes that may be read to make one range out of two.
     partial : bool [requests]
         Requests that may reach beyond the saved tensor; only the overlap is restored.
+    steps : int64 [requests, D]
+        Distance of neighbouring elements of the box, which ``shape`` counts, in the global tensor.
+        None: 1 everywhere.
     """
     width = max(saved.shape.shape[1], wanted.shape.shape[1])
     saved, wanted, strides = saved.widened(width), wanted.widened(width), memory_strides
     strides = widen(strides, width, 0)
-    pair_request, pair_saved = candidate_pairs(saved, wanted)
-    box = _intersect(saved, wanted, pair_saved, pair_request)
+    steps = None if steps is None else widen(steps, width, 1)
+    pair_request, pair_saved = candidate_pairs(saved, _spanned(wanted, steps))
+    box = _intersect(saved, wanted, pair_saved, pair_request, steps)
     hit = box.counts.min(axis=1, initial=1) > 0
     if not hit.all():
         pair_request, pair_saved, box = pair_request[hit], pair_saved[hit], box.take(hit)
@@ -203,7 +209,13 @@ def plan_restore(
     strides = strides.take(pair_request, axis=0)
     piece_start = extents.start[pair_saved] + inner(box.saved_offset, file_strides)
     memory_offset = inner(box.wanted_offset, strides)
+    if steps is not None:
+        file_strides = file_strides * steps.take(pair_request, axis=0)
     boxes = merge_runs(box.counts, file_strides, strides, item_bytes[pair_saved])
+    row, piece_start, memory_offset, boxes = _cut_at_gaps(
+        piece_start, memory_offset, boxes, max(gap_bytes, BLOCK_BYTES)
+    )
+    pair_request, pair_saved = pair_request[row], pair_saved[row]
 
     subfile = extents.subfile[pair_saved]
     order = np.argsort((subfile.astype(np.int64) << 43) | piece_start, kind="stable")
@@ -233,17 +245,67 @@ class _Intersections:
         return _Intersections(self.saved_offset[rows], self.wanted_offset[rows], self.counts[rows])
 
 
+def _spanned(wanted: ShardTable, steps: Int64Array | None) -> ShardTable:
+    """`wanted` with what lies between the elements of its steps."""
+    if steps is None:
+        return wanted
+    return replace(wanted, shape=np.where(wanted.shape > 0, (wanted.shape - 1) * steps + 1, 0))
+
+
 def _intersect(
-    saved: ShardTable, wanted: ShardTable, pair_saved: Int64Array, pair_request: Int64Array
+    saved: ShardTable,
+    wanted: ShardTable,
+    pair_saved: Int64Array,
+    pair_request: Int64Array,
+    steps: Int64Array | None,
 ) -> _Intersections:
+    spanned = _spanned(wanted, steps)
     saved_low = saved.offset.take(pair_saved, axis=0)
     wanted_low = wanted.offset.take(pair_request, axis=0)
     low = np.maximum(saved_low, wanted_low)
     high = np.minimum(
         saved_low + saved.shape.take(pair_saved, axis=0),
-        wanted_low + wanted.shape.take(pair_request, axis=0),
+        wanted_low + spanned.shape.take(pair_request, axis=0),
     )
-    return _Intersections(low - saved_low, low - wanted_low, high - low)
+    if steps is None:
+        return _Intersections(low - saved_low, low - wanted_low, high - low)
+    step = steps.take(pair_request, axis=0)
+    low += (wanted_low - low) % step  # up to an element that is wanted
+    return _Intersections(low - saved_low, (low - wanted_low) // step, -((low - high) // step))
+
+
+def _cut_at_gaps(
+    start: Int64Array, memory_offset: Int64Array, boxes: Boxes, gap_bytes: int
+) -> tuple[npt.NDArray[np.intp], Int64Array, Int64Array, Boxes]:
+    """Pieces without a gap of more than `gap_bytes` between their runs, so that nothing need be
+    read there: a piece is read from its first byte to its last one.
+
+    Returns the row that each piece comes from, and start, offset in memory and box of each. Every
+    cut passes over a gap: there are no more pieces than such gaps fit into the files.
+    """
+    counts, file_strides = boxes.counts, boxes.file_strides
+    cut = np.zeros(counts.shape, np.bool_)
+    wide = np.zeros(len(start), np.bool_)
+    span = boxes.run_bytes.copy()
+    for dimension in range(counts.shape[1] - 1, -1, -1):
+        several = counts[:, dimension] > 1
+        # around a dimension that is cut, each one is: else a piece would span the others
+        wide |= several & (file_strides[:, dimension] - span > gap_bytes)
+        cut[:, dimension] = wide
+        span += (counts[:, dimension] - 1) * file_strides[:, dimension]
+    if not wide.any():
+        return np.arange(len(start)), start, memory_offset, boxes
+    parts = np.where(cut, counts, 1)
+    total = product(parts)
+    row = np.repeat(np.arange(len(start)), total)
+    place = np.arange(len(row)) - np.repeat(np.cumsum(total) - total, total)
+    start, memory_offset = start[row], memory_offset[row]
+    for dimension in range(counts.shape[1] - 1, -1, -1):
+        place, number = np.divmod(place, parts[row, dimension])
+        start += number * file_strides[row, dimension]
+        memory_offset += number * boxes.memory_strides[row, dimension]
+    kept = replace(boxes, counts=np.where(cut, 1, counts)).take(row)
+    return row, start, memory_offset, kept
 
 
 def _check_covered(
@@ -307,6 +369,13 @@ def similar_keys(key: str, keys: Sequence[str]) -> str:
     below = [name for name in keys if name.startswith(f"{key}/")]
     if below:
         return f"{len(below)} keys below it: {', '.join(map(repr, below[:3]))}, ..."
+    if len(keys) > _SIMILAR_AMONG:  # those first that begin and end as `key` does
+        quarters = [-(-len(key) * part // 4) for part in (1, 2, 3)]
+        heads, tails = [key[:n] for n in quarters], [key[-n:] for n in quarters]
+        keys = sorted(
+            keys,
+            key=lambda name: -sum(map(name.startswith, heads)) - sum(map(name.endswith, tails)),
+        )
     close = difflib.get_close_matches(key, keys[:_SIMILAR_AMONG], n=3, cutoff=0.7)
     near = f"; similar: {', '.join(map(repr, close))}" if close else ""
     return f"{len(keys)} others{near}"

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_uring import _engine, nearest, plan, probing, read, stage, tensors
-from megatron_uring.columns import BoolArray, every, format_box, widen
+from megatron_uring.columns import BoolArray, Int64Array, every, format_box, widen
 from megatron_uring.config import Config
 from megatron_uring.errors import StateMismatchError, UnsupportedError
 from megatron_uring.index_rules import Index
@@ -46,6 +46,9 @@ class Request:
     partial
         The saved tensor may have another global shape, and another dtype; what overlaps is
         restored, the rest of `tensor` stays.
+    step
+        Distance of neighbouring elements of `tensor` in the global tensor, for each dimension.
+        None: 1 everywhere.
     """
 
     key: str
@@ -53,6 +56,7 @@ class Request:
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     partial: bool = False
+    step: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -161,9 +165,22 @@ def _plan(
         destinations.strides,
         gap_bytes=config.gap_bytes,
         partial=partial,
+        steps=_steps(requests, wanted.shape.shape[1]),
     )
     clock.lap("plan")
     return restoring, destinations, int(wanted.lengths().sum())
+
+
+def _steps(requests: Sequence[Request], width: int) -> Int64Array | None:
+    """Of each request and dimension, int64 [requests, width]; None where no request has any."""
+    stepped = [row for row, request in enumerate(requests) if request.step is not None]
+    if not stepped:
+        return None
+    steps = np.ones((len(requests), width), np.int64)
+    for row in stepped:
+        step = requests[row].step or ()
+        steps[row, : len(step)] = step
+    return steps
 
 
 def _execute(

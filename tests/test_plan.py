@@ -435,8 +435,11 @@ def grid(generator, shape):
     st.lists(st.integers(1, 6), max_size=3),
     st.sampled_from([0, 4096, BLOCK_BYTES, 64 * BLOCK_BYTES]),
     st.sampled_from(["uint8", "int32", "complex128"]),
+    st.booleans(),
 )
-def test_resharding_from_any_grid_to_any_boxes_gives_the_same_array(seed, shape, gap, dtype):
+def test_resharding_from_any_grid_to_any_boxes_gives_the_same_array(
+    seed, shape, gap, dtype, stepped
+):
     generator = np.random.default_rng(seed)
     kind = np.dtype(dtype)
     arrays = {
@@ -459,23 +462,34 @@ def test_resharding_from_any_grid_to_any_boxes_gives_the_same_array(seed, shape,
         data = np.frombuffer(part.tobytes(), np.uint8)
         begin = extents.start[row]
         files[extents.subfile[row]][begin : begin + len(data)] = data
-    wanted = []
+    wanted, indices = [], []
     for key in ("b", "a", "b"):
         whole = arrays[key].shape
         low = [int(generator.integers(0, n)) for n in whole]
         high = [int(generator.integers(b, n + 1)) for b, n in zip(low, whole, strict=True)]
-        size = tuple(h - b for b, h in zip(low, high, strict=True))
-        wanted.append((key, dtype, whole, tuple(low), size))
+        step = [int(generator.integers(1, 4)) if stepped else 1 for _ in whole]
+        indices.append(tuple(map(slice, low, high, step)))
+        wanted.append((key, dtype, whole, tuple(low), arrays[key][indices[-1]].shape))
     table = table_of(wanted)
+    steps = np.ones_like(table.shape)
+    for row, index in enumerate(indices):
+        steps[row, : len(index)] = [part.step for part in index]
     strides = np.zeros_like(table.shape)
     for row, box in enumerate(wanted):
         strides[row, : len(box[4])] = byte_columns(box[4], kind.itemsize)
-    restoring = plan.plan_restore(saved, extents, regions, table, strides, gap_bytes=gap)
+    restoring = plan.plan_restore(
+        saved,
+        extents,
+        regions,
+        table,
+        strides,
+        gap_bytes=gap,
+        steps=steps if stepped else None,
+    )
     destinations = [np.zeros(box[4], kind) for box in wanted]
     restore_with(restoring, files, destinations)
-    for (key, _, _, offset, size), found in zip(wanted, destinations, strict=True):
-        box = tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))
-        assert found.tobytes() == arrays[key][box].tobytes()
+    for (key, *_), index, found in zip(wanted, indices, destinations, strict=True):
+        assert found.tobytes() == arrays[key][index].tobytes()
     assert_ranges_are_whole_blocks(restoring, regions, gap)
 
 
@@ -507,6 +521,44 @@ def test_a_gap_up_to_gap_bytes_is_read_over_and_a_wider_one_is_not(gap_blocks, r
     assert len(found.range_start) == ranges
 
 
+@pytest.mark.parametrize(
+    ("box", "row_step", "gap_blocks", "pieces", "blocks"),
+    [
+        # 2 layers of 3 rows of 4 blocks
+        ((2, 3, 10), 1, 2, 6, 6),
+        ((2, 3, 10), 1, 4, 1, 21),
+        ((2, 1, 10), 1, 4, 2, 2),
+        ((2, 3, 2 * BLOCK_BYTES), 1, 1, 6, 12),
+        ((2, 1, 4 * BLOCK_BYTES), 1, 7, 2, 8),
+        ((2, 3, 4 * BLOCK_BYTES), 1, 0, 1, 24),
+        ((2, 2, 10), 2, 5, 4, 7),  # wide gaps between rows alone
+    ],
+)
+def test_a_piece_is_cut_where_it_would_be_read_over_a_wide_gap(
+    box, row_step, gap_blocks, pieces, blocks
+):
+    whole = (2, 3, 4 * BLOCK_BYTES)
+    table = table_of(boxes_of("w", whole, ((0, 0, 0), whole), dtype="uint8"))
+    extents = Extents(np.zeros(1, np.int32), np.zeros(1, np.int64), table.lengths())
+    regions = Regions(
+        *(np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int64)),
+        table.lengths(),
+        np.arange(24, dtype=np.uint32),
+    )
+    wanted = table_of(boxes_of("w", whole, ((0, 0, 0), box), dtype="uint8"))
+    strides = np.array([byte_columns(box, 1)], np.int64)
+    found = plan.plan_restore(
+        *(table, extents, regions, wanted, strides),
+        gap_bytes=gap_blocks * BLOCK_BYTES,
+        steps=np.array([[1, row_step, 1]], np.int64),
+    )
+    assert (len(found.piece_start), len(found.crc32c)) == (pieces, blocks)
+    assert_ranges_are_whole_blocks(found, regions, gap_blocks * BLOCK_BYTES)
+    if pieces == 6:
+        assert found.memory_offset.tolist() == [number * box[2] for number in range(6)]
+        assert (found.piece_start // BLOCK_BYTES).tolist() == [0, 4, 8, 12, 16, 20]
+
+
 def test_nothing_wanted_reads_nothing():
     table, extents, regions = two_far_shards(1)
     none = np.zeros(0, np.intp)
@@ -534,4 +586,7 @@ def test_similar_keys_come_first_and_the_number_of_others_is_told():
     text = plan.similar_keys("layer.0.wieght", keys)
     assert text.startswith("3 others; similar: 'layer.0.weight'")
     assert plan.similar_keys("zzz", keys) == "3 others"
+    many = [f"decoder.layers.{number}.weight" for number in range(30_000)]
+    text = plan.similar_keys("decoder.layer.29999.weight", many)
+    assert text.startswith("30000 others; similar: 'decoder.layers.29999.weight'")
     assert DTYPE_BYTES[DTYPE_NAMES.index("int32")] == 4
