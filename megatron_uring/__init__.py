@@ -1,7 +1,8 @@
 """Checkpoints of Megatron-Core, written and read by native io_uring writers.
 
 ``import megatron_uring; megatron_uring.enable()`` routes Megatron's ``dist_checkpointing`` through
-this package. ``save`` and ``restore`` do the same for any nested dict of tensors.
+this package. ``save`` and ``restore`` do the same for any nested dict of tensors;
+``open_checkpoint`` reads parts of a checkpoint.
 
 Guarantees
 ----------
@@ -16,12 +17,14 @@ from megatron_uring.errors import (
     CheckpointError,
     CommunicationError,
     CorruptionError,
+    MissingKeyError,
     NotACheckpointError,
     StateMismatchError,
     StorageError,
     UnsupportedError,
 )
 from megatron_uring.fencing import fence
+from megatron_uring.mapping import SavedCheckpoint, SavedTensor, open_checkpoint
 from megatron_uring.megatron.switch import disable, enable, status
 from megatron_uring.pending import PendingSave
 from megatron_uring.providers import (
@@ -41,10 +44,13 @@ __all__ = [
     "CompositeProvider",
     "Config",
     "CorruptionError",
+    "MissingKeyError",
     "NotACheckpointError",
     "ObjectProvider",
     "PendingSave",
     "Report",
+    "SavedCheckpoint",
+    "SavedTensor",
     "Shard",
     "StateMismatchError",
     "StateProvider",
@@ -54,6 +60,7 @@ __all__ = [
     "disable",
     "enable",
     "fence",
+    "open_checkpoint",
     "restore",
     "save",
     "save_async",

@@ -20,17 +20,17 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron_uring import comm, commit, lazy, pending, providers, stage, tensors
+from megatron_uring import comm, commit, lazy, pending, plan, providers, stage, tensors
 from megatron_uring import index as index_module
 from megatron_uring.config import Config
-from megatron_uring.errors import StateMismatchError
+from megatron_uring.errors import MissingKeyError, StateMismatchError
 from megatron_uring.fencing import fence
 from megatron_uring.index_rules import Index
 from megatron_uring.nesting import flatten, unflatten
 from megatron_uring.pending import PendingSave
 from megatron_uring.progress import MEETING, Clock, step, together
 from megatron_uring.report import Report
-from megatron_uring.restoring import Request, restore_requests
+from megatron_uring.restoring import Request, Restored, restore_requests
 from megatron_uring.saving import Saving
 
 _restored: dict[str, Report] = {}
@@ -171,7 +171,7 @@ def restore(
         by the saved objects. None: everything, in new tensors on the CPU.
     keys
         Without `state`, only these keys (see `nesting.flatten` for how nested keys are
-        written).
+        written); ``open_checkpoint(directory).matching(pattern)`` gives those of a pattern.
     config
         Default: from the ``MEGATRON_URING_*`` variables.
 
@@ -191,7 +191,7 @@ def restore(
     directory = commit.resolve_latest(os.fspath(directory))
     index = index_module.read_index(directory)
     clock.lap("index")
-    leaves = dict(flatten(state)) if state is not None else _empty_leaves(index, keys)
+    leaves = dict(flatten(state)) if state is not None else _empty_leaves(directory, index, keys)
     clock.lap("allocate")
     requests, object_keys = [], []
     for key, leaf in leaves.items():
@@ -223,6 +223,27 @@ def restore_into(
 ) -> dict[str, Any]:
     """Fill the tensors of `requests` in place and return the objects by key; not collective.
 
+    Raises
+    ------
+    CheckpointError
+        As `restore`.
+    """
+    return read_into(
+        directory, requests, object_keys, index=index, config=config, clock=clock
+    ).objects
+
+
+def read_into(
+    directory: str,
+    requests: Sequence[Request],
+    object_keys: Sequence[str] = (),
+    *,
+    index: Index | None = None,
+    config: Config | None = None,
+    clock: Clock | None = None,
+) -> Restored:
+    """As `restore_into`, and returns how much was read too.
+
     `clock` has been running since the caller's work for it began; default: from now on.
 
     Raises
@@ -253,17 +274,25 @@ def restore_into(
         copy_s=restored.copy_s,
         checksum_s=restored.checksum_s,
     )
-    return restored.objects
+    return restored
 
 
-def _empty_leaves(index: Index, keys: Iterable[str] | None) -> dict[str, object]:
+def _empty_leaves(directory: str, index: Index, keys: Iterable[str] | None) -> dict[str, object]:
     """A leaf for each wanted key: a new tensor, or None for an object."""
     shards = index.shards
     first = shards.first_rows().tolist()
     leaves: dict[str, object] = {}
     known = dict(zip(shards.keys, first, strict=True))
     wanted = list(keys) if keys is not None else [*shards.keys, *index.object_keys]
+    objects = set(index.object_keys)
     for key in wanted:
+        if key not in known and key not in objects:
+            raise MissingKeyError(
+                f"restore key {key!r}",
+                path=directory,
+                expected="a key of the checkpoint",
+                found=plan.similar_keys(key, [*shards.keys, *index.object_keys]),
+            )
         row = known.get(key)
         leaves[key] = (
             None

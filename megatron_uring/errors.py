@@ -104,6 +104,15 @@ class StateMismatchError(CheckpointError):
     """
 
 
+class MissingKeyError(StateMismatchError, KeyError):
+    """The checkpoint holds no tensor and no object of that key; a `KeyError` too, as mappings
+    raise it.
+    """
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # KeyError would put it into quotes
+
+
 class CommunicationError(CheckpointError):
     """Ranks could not agree: one did not arrive within `timeout_s`, or the communicator broke."""
 

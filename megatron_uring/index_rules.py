@@ -9,9 +9,10 @@ Guarantees
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_uring.columns import Int32Array, Int64Array
 from megatron_uring.errors import CorruptionError, StateMismatchError
@@ -71,12 +72,41 @@ class Index:
         return names
 
 
+@dataclass(frozen=True)
+class PartOfIndex(Index):
+    """Some rows of an index, for reading these alone; `names_in` still knows all."""
+
+    whole: Index | None = None
+
+    def names_in(self, subfile: int, start: int, end: int) -> list[str]:
+        """Keys as `Index.names_in` of the whole index."""
+        if self.whole is not None:
+            return self.whole.names_in(subfile, start, end)
+        return super().names_in(subfile, start, end)
+
+
+def part_of_index(
+    index: Index, tensor: int | None, shard_rows: npt.NDArray[np.intp], object_rows: list[int]
+) -> PartOfIndex:
+    """The rows of one tensor, by its number in ``index.shards.keys``, and of some objects."""
+    shards = index.shards.take(shard_rows)
+    keys = () if tensor is None else (index.shards.keys[tensor],)
+    values = {entry.name: getattr(index, entry.name) for entry in fields(Index)}
+    values.update(
+        shards=replace(shards, keys=keys, tensor=np.zeros(len(shards), np.int32)),
+        shard_extents=index.shard_extents.take(shard_rows),
+        object_keys=tuple(index.object_keys[row] for row in object_rows),
+        object_extents=index.object_extents.take(np.array(object_rows, np.intp)),
+    )
+    return PartOfIndex(**values, whole=index)
+
+
 def owned_rows(structure: Structure) -> tuple[ShardTable, Extents]:
     """The rows that the index has of a structure: replicas are not saved."""
     owned, extents = np.flatnonzero(structure.owner), structure.extents
     return (
         structure.shards.take(owned).compact(),
-        Extents(extents.subfile[owned], extents.start[owned], extents.length[owned]),
+        extents.take(owned),
     )
 
 
@@ -194,11 +224,10 @@ def without_tensors(index: Index, key_prefix: str) -> Index:
     """
     stays = np.array([not key.startswith(key_prefix) for key in index.shards.keys], bool)
     rows = np.flatnonzero(stays[index.shards.tensor]) if len(stays) else np.zeros(0, np.intp)
-    extents = index.shard_extents
     return replace(
         index,
         shards=index.shards.take(rows).compact(),
-        shard_extents=Extents(extents.subfile[rows], extents.start[rows], extents.length[rows]),
+        shard_extents=index.shard_extents.take(rows),
     )
 
 

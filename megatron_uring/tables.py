@@ -44,6 +44,10 @@ class Extents:
     def __len__(self) -> int:
         return len(self.start)
 
+    def take(self, rows: npt.NDArray[np.intp]) -> Extents:
+        """Only `rows`, in that order."""
+        return Extents(self.subfile[rows], self.start[rows], self.length[rows])
+
     @staticmethod
     def concatenate(parts: Sequence[Extents]) -> Extents:
         """All rows, in order."""

@@ -262,6 +262,30 @@ def writable_in_place(
     return np.array(facts, np.bool_) & ~shared
 
 
+def with_dimensions(key: str, tensor: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+    """`tensor`, or a view of it, with dimensions of size 1 at these `places`, ascending.
+
+    Leading ones may be missing (`describe`), so that a tensor that lacks only these stays itself.
+
+    Raises
+    ------
+    UnsupportedError
+        For a subclass that lacks others: a view of it need not be one of its elements.
+    """
+    if list(places) == list(range(len(places))):
+        return tensor
+    if type(tensor) not in _PLAIN_CLASSES:
+        raise UnsupportedError(
+            f"read tensor {key!r}",
+            expected="a plain tensor to read into, where an inner dimension is dropped",
+            found=type(tensor).__name__,
+        )
+    view = tensor.detach()
+    for place in places:
+        view = view.unsqueeze(place)
+    return view
+
+
 # -------------------------------------------------------------------------------------------------
 # dtypes
 

@@ -19,6 +19,7 @@ STEPS = {"providers", "plan", "stage", "aggregate", "write", "read", "index", "c
 # From the top: a module imports from lower layers, and inside a layer only what is said below.
 LAYERS = [
     {"cli", "__main__", "__init__", "megatron", "bench"},
+    {"mapping"},
     {"checkpoint", "verify"},
     {"pending"},
     {"saving", "restoring"},
@@ -27,7 +28,7 @@ LAYERS = [
     STEPS,
     {"lazy", "drain", "devices"},
     {"ownership", "index_rules", "tensors", "overlap"},
-    {"tables", "progress", "nesting", "objects"},
+    {"tables", "progress", "nesting", "objects", "selection"},
     {"shards"},
     {"columns", "comm", "layout", "fencing", "report"},
     {"config"},

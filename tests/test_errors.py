@@ -13,6 +13,7 @@ CHILDREN = [
     errors.CorruptionError,
     errors.NotACheckpointError,
     errors.StateMismatchError,
+    errors.MissingKeyError,
     errors.CommunicationError,
     errors.UnsupportedError,
 ]
