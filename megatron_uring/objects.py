@@ -2,17 +2,23 @@
 
 Guarantees
 ----------
-- Loading never runs code from a checkpoint: torch's safe classes, numpy's arrays and scalars, what
-  Megatron registers and what the user names, nothing else.
+- Loading never runs code from a checkpoint: torch's safe classes, numpy's arrays and scalars, a few
+  plain classes of the standard library, what Megatron registers and what the user names, nothing
+  else.
 - What could not be loaded again fails when it is saved, naming key and class.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import io
+import pathlib
 import re
+import signal
+import threading
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +26,16 @@ import numpy as np
 import torch
 
 from megatron_uring.errors import CheckpointError, StateMismatchError, UnsupportedError
+
+# Data alone. Megatron registers them too, for what it saves; a process without Megatron reads it.
+_PLAIN_CLASSES = (
+    argparse.Namespace,
+    types.SimpleNamespace,
+    io.BytesIO,
+    pathlib.PosixPath,
+    signal.Signals,
+)
+_one_at_a_time = threading.Lock()  # what is safe is one list for the whole process
 
 
 def serialize_object(key: str, value: object, allowed_globals: Sequence[str] = ()) -> bytes:
@@ -56,8 +72,12 @@ def deserialize_object(key: str, data: bytes, allowed_globals: Sequence[str] = (
 
 def _load_safely(data: bytes, allowed_globals: Sequence[str]) -> object:
     named = [_import_global(name) for name in allowed_globals]
-    with torch.serialization.safe_globals([*_numpy_globals(), *named]):
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    with _one_at_a_time:
+        # torch takes back all that it was given here: what others registered must not be among it
+        known = torch.serialization.get_safe_globals()
+        missing = [one for one in (*_numpy_globals(), *_PLAIN_CLASSES, *named) if one not in known]
+        with torch.serialization.safe_globals(missing):
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 @functools.cache

@@ -1,8 +1,13 @@
 """What a state gives: columns, views, owners, objects, nested keys."""
 
+import argparse
 import collections
+import io
 import pickle
 import re
+import signal
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -320,9 +325,34 @@ def test_allowed_globals_let_a_class_pass_in_both_directions():
         deserialize_object("k", data)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        argparse.Namespace(layers=4, load=Path("/c"), nested={"x": [1]}),
+        SimpleNamespace(a=1),
+        Path("/a/b"),
+        signal.SIGTERM,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_plain_classes_of_the_standard_library_need_no_megatron(value):
+    data = serialize_object("k", value)
+    assert deserialize_object("k", data) == value
+    kept = deserialize_object("k", serialize_object("k", io.BytesIO(b"extra state")))
+    assert kept.getvalue() == b"extra state"
+
+
 def test_allowed_globals_do_not_stay_allowed():
     serialize_object("k", Custom(3), [CUSTOM])
     assert Custom not in torch.serialization.get_safe_globals()
+
+
+def test_what_others_have_registered_as_safe_stays_so():
+    kinds = [Custom, argparse.Namespace, np.ndarray]
+    with torch.serialization.safe_globals(kinds):
+        serialize_object("k", Custom(argparse.Namespace(a=np.arange(3))), [CUSTOM])
+        assert set(kinds) <= set(torch.serialization.get_safe_globals())
+    assert not set(kinds) & set(torch.serialization.get_safe_globals())
 
 
 @pytest.mark.parametrize("name", ["nodots", "no.such.module.Name", f"{__name__}.Missing", ""])
