@@ -212,10 +212,10 @@ def plan_restore(
     if steps is not None:
         file_strides = file_strides * steps.take(pair_request, axis=0)
     boxes = merge_runs(box.counts, file_strides, strides, item_bytes[pair_saved])
-    row, piece_start, memory_offset, boxes = _cut_at_gaps(
-        piece_start, memory_offset, boxes, max(gap_bytes, BLOCK_BYTES)
-    )
-    pair_request, pair_saved = pair_request[row], pair_saved[row]
+    cut = _cut_at_gaps(piece_start, memory_offset, boxes, max(gap_bytes, BLOCK_BYTES))
+    if cut is not None:
+        row, piece_start, memory_offset, boxes = cut
+        pair_request, pair_saved = pair_request[row], pair_saved[row]
 
     subfile = extents.subfile[pair_saved]
     order = np.argsort((subfile.astype(np.int64) << 43) | piece_start, kind="stable")
@@ -276,12 +276,13 @@ def _intersect(
 
 def _cut_at_gaps(
     start: Int64Array, memory_offset: Int64Array, boxes: Boxes, gap_bytes: int
-) -> tuple[npt.NDArray[np.intp], Int64Array, Int64Array, Boxes]:
+) -> tuple[npt.NDArray[np.intp], Int64Array, Int64Array, Boxes] | None:
     """Pieces without a gap of more than `gap_bytes` between their runs, so that nothing need be
     read there: a piece is read from its first byte to its last one.
 
-    Returns the row that each piece comes from, and start, offset in memory and box of each. Every
-    cut passes over a gap: there are no more pieces than such gaps fit into the files.
+    Returns the row that each piece comes from, and start, offset in memory and box of each; None if
+    nothing is to be cut. Every cut passes over a gap: there are no more pieces than such gaps fit
+    into the files.
     """
     counts, file_strides = boxes.counts, boxes.file_strides
     cut = np.zeros(counts.shape, np.bool_)
@@ -294,7 +295,7 @@ def _cut_at_gaps(
         cut[:, dimension] = wide
         span += (counts[:, dimension] - 1) * file_strides[:, dimension]
     if not wide.any():
-        return np.arange(len(start)), start, memory_offset, boxes
+        return None
     parts = np.where(cut, counts, 1)
     total = product(parts)
     row = np.repeat(np.arange(len(start)), total)
