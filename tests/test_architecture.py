@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import megatron_uring
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_uring"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -127,13 +129,23 @@ def test_only_the_adapter_imports_megatron():
     assert importers("megatron") <= {"megatron", "bench"}
 
 
-def test_importing_the_package_imports_neither_mpi_nor_megatron_and_starts_nothing():
+def test_importing_the_package_imports_neither_mpi_megatron_nor_torch_and_starts_nothing():
     program = (
         "import sys, threading, megatron_uring;"
-        "bad = [m for m in sys.modules if m == 'mpi4py.MPI' or m.split('.')[0] == 'megatron'];"
+        "tops = ('megatron', 'torch');"
+        "bad = [m for m in sys.modules if m == 'mpi4py.MPI' or m.split('.')[0] in tops];"
         "assert not bad, bad; assert threading.active_count() == 1"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=120)
+
+
+def test_every_public_name_is_found_and_listed():
+    assert sorted(megatron_uring._HOMES) == megatron_uring.__all__
+    assert set(megatron_uring.__all__) <= set(dir(megatron_uring))
+    for name in megatron_uring.__all__:
+        assert getattr(megatron_uring, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = megatron_uring.nothing
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
