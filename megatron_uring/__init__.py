@@ -1,7 +1,8 @@
 """Checkpoints of Megatron-Core, written and read by native io_uring writers.
 
 ``import megatron_uring; megatron_uring.enable()`` routes Megatron's ``dist_checkpointing`` through
-this package. ``save`` and ``restore`` do the same for any nested dict of tensors.
+this package. ``save`` and ``restore`` do the same for any nested dict of tensors;
+``open_checkpoint`` reads parts of a checkpoint.
 
 Guarantees
 ----------

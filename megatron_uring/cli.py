@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_uring import launching
 from megatron_uring.bench.suite.command import bench
 from megatron_uring.errors import CheckpointError
 
@@ -38,7 +39,24 @@ _RANK_VARIABLES = (
 )
 
 
-@click.group(context_settings=_HELP)
+class _Chosen(BaseException):
+    """A program that is to be run: leaves click, which would take its errors for its own."""
+
+    def __init__(self, program: launching.Program) -> None:
+        super().__init__()
+        self.program = program
+
+
+class _Commands(click.Group):
+    def main(self, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            return super().main(*arguments, **keywords)
+        except _Chosen as chosen:
+            program = chosen.program
+        return launching.run(program)  # out here its errors have no other error before them
+
+
+@click.group(context_settings=_HELP, cls=_Commands)
 @click.version_option(package_name="megatron-uring")
 def main() -> None:
     """Checkpoints of Megatron-Core, written and read by native io_uring writers."""
@@ -86,6 +104,22 @@ def trace(directory: str, output: str | None) -> None:
     sys.exit(_guarded(lambda: _trace(directory, output)))
 
 
+@main.command(context_settings={**_HELP, "allow_interspersed_args": False})
+@click.option("-m", "as_module", is_flag=True, help="SCRIPT is the name of a module or package")
+@click.option(
+    "--option", "options", multiple=True, metavar="NAME=VALUE", help="an option of enable()"
+)
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(script: str, arguments: tuple[str, ...], as_module: bool, options: tuple[str, ...]) -> None:
+    """Run SCRIPT with ARGUMENTS as python does, unchanged, with its checkpoints in our hands.
+
+    Stands between the launcher and the script: mpirun ... megatron-uring run pretrain_gpt.py,
+    torchrun ... -m megatron_uring run pretrain_gpt.py. The script imports Megatron when it likes.
+    """
+    sys.exit(_guarded(lambda: _run(script, arguments, as_module, options)))
+
+
 main.add_command(bench)
 
 
@@ -103,6 +137,17 @@ def open_console(*, soft_wrap: bool = False) -> Console:
             force_terminal=False,
         )
     return Console(highlight=False, emoji=False, soft_wrap=soft_wrap)
+
+
+def _run(script: str, arguments: tuple[str, ...], as_module: bool, options: tuple[str, ...]) -> int:
+    from megatron_uring.config import Config, parse_options, switched_off
+
+    if not as_module and not os.path.isfile(script):
+        raise click.UsageError(f"no such script: {script}")
+    parsed = parse_options(options)
+    Config.from_environment(None, **parsed)
+    switched_off()  # refuses what is neither on nor off
+    raise _Chosen(launching.Program(script, as_module, arguments, parsed))
 
 
 def _verify(directory: str, as_json: bool) -> int:

@@ -193,6 +193,14 @@ class Config:
         return cls(**options)  # type: ignore[arg-type]
 
 
+def parse_options(texts: Iterable[str]) -> dict[str, object]:
+    """Fields of `Config` from texts of the form ``name=value``, as the variables spell values."""
+    known = {option.name: option.default for option in dataclasses.fields(Config)}
+    pairs = [text.partition("=") for text in texts]
+    _refuse_unknown("read options", [name for name, _, _ in pairs], known)
+    return {name: _parse(name, value, known[name]) for name, _, value in pairs}
+
+
 def switched_off(environment: Mapping[str, str] | None = None) -> bool:
     """Whether ``MEGATRON_URING=off`` (or 0, false, no) asks for plain Megatron."""
     environment = os.environ if environment is None else environment

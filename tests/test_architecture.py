@@ -20,7 +20,7 @@ FUNCTION_LINES = 70
 STEPS = {"providers", "plan", "stage", "aggregate", "write", "read", "index", "commit"}
 # From the top: a module imports from lower layers, and inside a layer only what is said below.
 LAYERS = [
-    {"cli", "__main__", "__init__", "megatron", "bench"},
+    {"cli", "__main__", "__init__", "megatron", "bench", "launching"},
     {"mapping"},
     {"checkpoint", "verify"},
     {"pending"},
@@ -41,6 +41,9 @@ INSIDE_A_LAYER = {
     ("__main__", "cli"),
     ("cli", "__init__"),  # status() of the package
     ("cli", "bench"),  # a command of its own
+    ("cli", "launching"),  # run
+    ("launching", "__init__"),  # enable() of the package
+    ("launching", "megatron"),  # which waits for an import
     ("bench", "megatron"),  # a row of its own: saves through Megatron
     ("index", "index_rules"),
 }
