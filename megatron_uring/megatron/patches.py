@@ -77,6 +77,7 @@ class Point:
 class Counts:
     """What our routes served since `enable`."""
 
+    begun_saves: int = 0
     saves: int = 0
     failed_saves: int = 0
     loads: int = 0
@@ -98,6 +99,12 @@ class Installed:
     def names(self) -> list[str]:
         """Dotted names that are patched."""
         return list(self._names)
+
+    def undo_later(self, undo: Callable[[], None], name: str | None = None) -> None:
+        """Let `remove` call `undo`, of something done to what has this dotted name."""
+        self._undo.append(undo)
+        if name is not None:
+            self._names.append(name)
 
     def remove(self) -> None:
         """Put everything back."""
@@ -163,7 +170,7 @@ def _owner(module_name: str, class_name: str | None, name: str, version: str) ->
 
 def install(points: Sequence[Point], config: Config, *, save: bool) -> Installed:
     """Replace what `resolve` found."""
-    from megatron_uring.megatron import asynchronous, fences, routes
+    from megatron_uring.megatron import asynchronous, fences, routes, training
 
     installed = Installed(config, Counts(), save)
     for point in points:
@@ -174,6 +181,7 @@ def install(points: Sequence[Point], config: Config, *, save: bool) -> Installed
     if save:
         installed._undo.append(lazy.watch())
         installed._undo += [lazy.fence_before(*where) for where in fences.places()]
+        training.install(installed)
     return installed
 
 

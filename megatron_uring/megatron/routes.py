@@ -112,6 +112,7 @@ def _begin(
     installed: Any, save: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any
 ) -> Any:
     config = installed.config
+    installed.counts.begun_saves += 1
     common = _common.pop(_key(checkpoint_dir), None)
     failure = common if isinstance(common, CheckpointError) else None
     return save(
