@@ -15,7 +15,7 @@ import torch
 from checking import folder, helpers, main, meet, raised, rank, same, size, start
 from megatron.core import dist_checkpointing as dc
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 
 import megatron_uring
 from megatron_uring import CommunicationError, StorageError, _engine
@@ -250,6 +250,21 @@ def check_a_request_that_nobody_schedules() -> None:
     request.execute_sync()
     assert (path / "metadata.json").exists()
     expect(path, 4.0)
+
+
+def check_finalize_functions_that_a_later_request_runs() -> None:
+    tiny, queue, path = Tiny(), AsyncCallsQueue(), folder("moved")
+    digests = tiny.digests()
+    first = tiny.save(path, async_sharded_save=True)
+    later = AsyncRequest(None, (), first.finalize_fns.copy())  # as 0.19 does with its logits
+    first.finalize_fns.clear()
+    for request in (first, later):
+        queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert (path / "metadata.json").exists() and megatron_uring.status()["in_flight"] == []
+    tiny.spoil()
+    tiny.load(path)
+    assert tiny.digests() == digests
 
 
 def check_a_failure_on_one_rank_is_raised_on_all() -> None:
