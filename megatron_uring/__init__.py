@@ -2,7 +2,8 @@
 
 ``import megatron_uring; megatron_uring.enable()`` routes Megatron's ``dist_checkpointing`` through
 this package. ``save`` and ``restore`` do the same for any nested dict of tensors;
-``open_checkpoint`` reads parts of a checkpoint.
+``open_checkpoint`` reads parts of a checkpoint; `StorageWriter` and `StorageReader` are for
+``torch.distributed.checkpoint``.
 
 Guarantees
 ----------
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_uring.checkpoint import restore, save, save_async
     from megatron_uring.config import Config
+    from megatron_uring.dcp import StorageReader, StorageWriter
     from megatron_uring.errors import (
         CheckpointError,
         CommunicationError,
@@ -62,6 +64,8 @@ __all__ = [
     "StateMismatchError",
     "StateProvider",
     "StorageError",
+    "StorageReader",
+    "StorageWriter",
     "TensorProvider",
     "UnsupportedError",
     "disable",
@@ -91,6 +95,8 @@ _HOMES = {
     "StateMismatchError": "errors",
     "StateProvider": "providers",
     "StorageError": "errors",
+    "StorageReader": "dcp",
+    "StorageWriter": "dcp",
     "TensorProvider": "providers",
     "UnsupportedError": "errors",
     "disable": "megatron.switch",

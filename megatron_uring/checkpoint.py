@@ -20,7 +20,18 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron_uring import comm, commit, lazy, pending, plan, providers, stage, tensors
+from megatron_uring import (
+    claims,
+    comm,
+    commit,
+    dtensors,
+    lazy,
+    pending,
+    plan,
+    providers,
+    stage,
+    tensors,
+)
 from megatron_uring import index as index_module
 from megatron_uring.config import Config
 from megatron_uring.errors import MissingKeyError, StateMismatchError
@@ -55,7 +66,8 @@ def save(
     Parameters
     ----------
     state
-        A nested dict whose leaves are tensors, `Shard` and picklable objects, or a state provider.
+        A nested dict whose leaves are tensors, DTensors, `Shard` and picklable objects, or a state
+        provider.
     directory
         Made if it is missing; a committed checkpoint in it is replaced only by the commit of this
         one.
@@ -135,8 +147,14 @@ def _begin(
         with step(world, "collect state"):
             provider = providers.as_provider(state, world.rank, config.allowed_globals)
             provided = provider.collect()
-            host = stage.host_tensors(provided, lazily=lazy)
+            # who writes what is claimed is not known yet
+            host = None if len(provided.claims) else stage.host_tensors(provided, lazily=lazy)
         clock.lap(MEETING)
+        provided, decided = claims.settle(world, provided)
+        if decided:
+            with step(world, "collect state"):
+                host = host or stage.host_tensors(provided, lazily=lazy)
+        assert host is not None
         saving = Saving.begin(world, directory, config, provided, clock)
         saving.lazy = lazy
         placed = saving.place(provided)
@@ -167,8 +185,8 @@ def restore(
         A checkpoint, or a save root with ``iter_*`` directories, of which the newest committed one
         is taken.
     state
-        The structure wanted: tensors and `Shard` leaves are filled in place, other leaves replaced
-        by the saved objects. None: everything, in new tensors on the CPU.
+        The structure wanted: tensors, DTensors and `Shard` leaves are filled in place, other leaves
+        replaced by the saved objects. None: everything, in new tensors on the CPU.
     keys
         Without `state`, only these keys (see `nesting.flatten` for how nested keys are
         written); ``open_checkpoint(directory).matching(pattern)`` gives those of a pattern.
@@ -195,11 +213,8 @@ def restore(
     clock.lap("allocate")
     requests, object_keys = [], []
     for key, leaf in leaves.items():
-        if isinstance(leaf, providers.Shard):
-            requests.append(Request(key, leaf.tensor, leaf.global_shape, leaf.offset))
-        elif tensors.is_tensor(leaf):
-            shape = tuple(leaf.shape)  # type: ignore[attr-defined]
-            requests.append(Request(key, leaf, shape, (0,) * len(shape)))
+        if tensors.is_tensor(leaf) or isinstance(leaf, providers.Shard):
+            requests += _request(key, leaf)
         else:
             object_keys.append(key)
     objects = restore_into(
@@ -210,6 +225,17 @@ def restore(
         for key, leaf in leaves.items()
     }
     return unflatten(filled)  # type: ignore[return-value]
+
+
+def _request(key: str, leaf: Any) -> list[Request]:
+    """What of a tensor is wanted here; nothing of a DTensor whose mesh lies elsewhere."""
+    if dtensors.is_dtensor(leaf):
+        leaf = dtensors.local_shard(key, leaf, operation="restore")
+        if leaf is None:
+            return []
+    elif tensors.is_tensor(leaf):
+        leaf = providers.Shard(leaf, tuple(leaf.shape), (0,) * leaf.dim())
+    return [Request(key, leaf.tensor, leaf.global_shape, leaf.offset)]
 
 
 def restore_into(

@@ -3,8 +3,9 @@
 Guarantees
 ----------
 - Only what is known to change at optimizer steps alone is lazy: every ``nn.Parameter``, and memory
-  of parameters and state of an optimizer that `watch` has seen step. Everything else (buffers, FP8
-  scales, gathered or dequantized temporaries) is copied before the save returns.
+  of parameters and state of an optimizer that `watch` has seen step, of DTensors this rank's part.
+  Everything else (buffers, FP8 scales, gathered or dequantized temporaries) is copied before the
+  save returns.
 - Nothing is lazy before an optimizer was seen to step: without steps that call the fence nothing
   would hold changes back.
 - While `watch` is in force, the fence stands before each step of every PyTorch optimizer, before
@@ -28,6 +29,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megatron_uring.columns import BoolArray, Int64Array
+from megatron_uring.dtensors import local_tensor
 from megatron_uring.fencing import fence
 from megatron_uring.tensors import addresses, device_numbers, with_memory
 
@@ -76,10 +78,12 @@ def _within(tensors: Sequence[torch.Tensor], owners: Sequence[torch.Tensor]) -> 
 
 def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
-        yield from (one for one in group["params"] if isinstance(one, torch.Tensor))
+        yield from (local_tensor(one) for one in group["params"] if isinstance(one, torch.Tensor))
     for state in optimizer.state.values():
         if isinstance(state, dict):
-            yield from (one for one in state.values() if isinstance(one, torch.Tensor))
+            yield from (
+                local_tensor(one) for one in state.values() if isinstance(one, torch.Tensor)
+            )
 
 
 def _spans(tensors: Sequence[torch.Tensor]) -> tuple[Int64Array, Int64Array]:

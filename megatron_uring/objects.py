@@ -49,15 +49,33 @@ def serialize_object(key: str, value: object, allowed_globals: Sequence[str] = (
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-        data = buffer.getvalue()
+    except Exception as error:
+        raise StateMismatchError(
+            f"save object {key!r}", found=class_name(value), cause=_reason(error)
+        ) from error
+    data = buffer.getvalue()
+    prove_loadable(key, data, allowed_globals, found=class_name(value))
+    return data
+
+
+def prove_loadable(
+    key: str, data: bytes, allowed_globals: Sequence[str] = (), *, found: str | None = None
+) -> None:
+    """Load what ``torch.save`` made, on trial, without running any code of it.
+
+    Raises
+    ------
+    StateMismatchError
+        Naming `key`, and `found` as its class, if that needs more than ``weights_only=True``.
+    """
+    try:
         _load_safely(data, allowed_globals)
     except CheckpointError:
         raise
     except Exception as error:
         raise StateMismatchError(
-            f"save object {key!r}", found=class_name(value), cause=_reason(error)
+            f"save object {key!r}", found=found, cause=_reason(error)
         ) from error
-    return data
 
 
 def deserialize_object(key: str, data: bytes, allowed_globals: Sequence[str] = ()) -> object:

@@ -5,6 +5,8 @@ Guarantees
 - A plain tensor becomes a shard without a copy: address, shape and strides of its own elements,
   never of the storage it is a view of. The provided state keeps a reference to it until the save is
   over.
+- A DTensor is the piece that this rank holds of it, written by one of the ranks that hold it
+  (`dtensors`).
 - A tensor subclass without plain storage (quantized), a conjugated or negated view and a sparse
   tensor are turned into plain tensors first, as `torch_dist` does, or refused by name.
 - Objects are serialized before `collect` returns, and loaded back on trial with
@@ -16,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from megatron_uring import tensors
+from megatron_uring import dtensors, tensors
+from megatron_uring.claims import claim
+from megatron_uring.columns import Int64Array
 from megatron_uring.errors import StateMismatchError
 from megatron_uring.nesting import flatten
 from megatron_uring.objects import class_name, serialize_object
@@ -41,13 +45,14 @@ class Shard:
         Of the global tensor and of this piece in it; as many dimensions as the global tensor has,
         which may be more than `tensor` has if the leading ones are of size 1.
     owner
-        Whether this rank writes it. Of all ranks that hold the same piece exactly one does.
+        Whether this rank writes it. Of all ranks that hold the same piece exactly one does. None:
+        one of those that say so is chosen.
     """
 
     tensor: torch.Tensor
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    owner: bool = True
+    owner: bool | None = True
 
 
 class StateProvider(Protocol):
@@ -83,15 +88,21 @@ class TensorProvider:
         """Columns over the shards; no element is copied unless this rank writes it and the tensor
         has no plain storage.
         """
-        owned, given, global_shapes, offsets = [], [], [], []
+        owned: list[Any] = []
+        given, global_shapes, offsets = [], [], []
         for shard in self._shards:  # one pass over them: they are rarely in the cache
             owned.append(shard.owner)
             given.append(shard.tensor)
             global_shapes.append(shard.global_shape)
             offsets.append(shard.offset)
+        undecided = [number for number, one in enumerate(owned) if one is None]
+        claims = np.zeros(len(owned) if undecided else 0, np.int64)
+        for number in undecided:
+            claims[number] = claim(self._keys[number], offsets[number], given[number].shape)
+            owned[number] = True
         plain = tensors.plain_tensors(self._keys, given, owned)
         table, strides = tensors.describe(self._keys, plain, global_shapes, offsets)
-        return Provided(table, np.array(owned, bool), tuple(plain), strides, (), ())
+        return Provided(table, np.array(owned, bool), tuple(plain), strides, (), (), claims=claims)
 
 
 class ObjectProvider:
@@ -127,6 +138,17 @@ class _ReplicaProvider:
         return replace(TensorProvider(()).collect(), replicas=self._keys)
 
 
+class Given:
+    """A part of the state that was collected before."""
+
+    def __init__(self, provided: Provided) -> None:
+        self._provided = provided
+
+    def collect(self) -> Provided:
+        """It."""
+        return self._provided
+
+
 class CompositeProvider:
     """Several providers as one."""
 
@@ -154,7 +176,18 @@ class CompositeProvider:
             tuple(key for part in parts for key in part.object_keys),
             tuple(data for part in parts for data in part.objects),
             tuple(key for part in parts for key in part.replicas),
+            self._claims(parts),
         )
+
+    @staticmethod
+    def _claims(parts: Sequence[Provided]) -> Int64Array:
+        if not any(len(part.claims) for part in parts):
+            return np.zeros(0, np.int64)
+        every = (
+            part.claims if len(part.claims) else np.zeros(len(part.shards), np.int64)
+            for part in parts
+        )
+        return np.concatenate([*every])
 
 
 # -------------------------------------------------------------------------------------------------
@@ -196,13 +229,20 @@ def provide_state(
 ) -> StateProvider:
     """Provider over a nested state dict.
 
-    `Shard` leaves are taken as they are. Every other tensor or object is taken to be replicated:
-    rank 0 writes it, and a key that rank 0 does not have is refused when the ranks compare.
+    `Shard` leaves are taken as they are, DTensors as their placements say. Every other tensor or
+    object is taken to be replicated: rank 0 writes it, and a key that rank 0 does not have is
+    refused when the ranks compare.
     """
     provider, objects = TensorProvider(()), dict[str, object]()
     for key, leaf in flatten(state):
         if isinstance(leaf, Shard):
             provider.add(key, leaf)
+        elif dtensors.is_dtensor(leaf):
+            piece = dtensors.local_shard(key, leaf)
+            if piece is not None:
+                provider.add(
+                    key, Shard(piece.tensor, piece.global_shape, piece.offset, piece.owner)
+                )
         elif isinstance(leaf, torch.Tensor):
             shape = tuple(leaf.shape)
             provider.add(key, Shard(leaf, shape, (0,) * len(shape), owner=rank == 0))

@@ -9,7 +9,7 @@ Guarantees
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -206,6 +206,9 @@ class Provided:
         Names and serialized bytes of the objects that this rank writes.
     replicas
         Names of objects that this rank holds and another one writes.
+    claims : int64 [N] or [0]
+        Of rows that one of the ranks which hold the piece is to own (`claims.claim`); 0: `owner`
+        says it.
     """
 
     shards: ShardTable
@@ -215,6 +218,7 @@ class Provided:
     object_keys: tuple[str, ...]
     objects: tuple[bytes, ...]
     replicas: tuple[str, ...] = ()
+    claims: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ FUNCTION_LINES = 70
 STEPS = {"providers", "plan", "stage", "aggregate", "write", "read", "index", "commit"}
 # From the top: a module imports from lower layers, and inside a layer only what is said below.
 LAYERS = [
-    {"cli", "__main__", "__init__", "megatron", "bench", "launching"},
+    {"cli", "__main__", "__init__", "megatron", "dcp", "bench", "launching"},
     {"mapping"},
     {"checkpoint", "verify"},
     {"pending"},
@@ -29,7 +29,7 @@ LAYERS = [
     {"profiles", "tier", "forward"},
     STEPS,
     {"lazy", "drain", "devices"},
-    {"ownership", "index_rules", "tensors", "overlap"},
+    {"ownership", "index_rules", "tensors", "dtensors", "claims", "overlap"},
     {"tables", "progress", "nesting", "objects", "selection"},
     {"shards"},
     {"columns", "comm", "layout", "fencing", "report"},
@@ -38,6 +38,7 @@ LAYERS = [
 ]
 INSIDE_A_LAYER = {
     ("__init__", "megatron"),  # the package offers the adapter's switch
+    ("__init__", "dcp"),  # and storage for torch.distributed.checkpoint
     ("__main__", "cli"),
     ("cli", "__init__"),  # status() of the package
     ("cli", "bench"),  # a command of its own
@@ -115,7 +116,7 @@ def test_only_communicators_import_mpi4py():
 
 def test_torch_stays_where_tensors_are():
     allowed = {"tensors", "providers", "objects", "lazy", "devices", "stage", "read"}
-    allowed |= {"megatron", "bench", "comm"}
+    allowed |= {"megatron", "dcp", "dtensors", "bench", "comm"}
     assert importers("torch") <= allowed
 
 

@@ -9,7 +9,13 @@ Guarantees
 known of the launcher, `store` the gloo side's status messages, `parts` what both sides share.
 """
 
-from megatron_uring.comm.communicator import Communicator, SingleCommunicator, connect, current
+from megatron_uring.comm.communicator import (
+    Communicator,
+    SingleCommunicator,
+    beside,
+    connect,
+    current,
+)
 from megatron_uring.comm.launch import local_ranks
 
-__all__ = ["Communicator", "SingleCommunicator", "connect", "current", "local_ranks"]
+__all__ = ["Communicator", "SingleCommunicator", "beside", "connect", "current", "local_ranks"]

@@ -10,14 +10,16 @@ Guarantees
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import secrets
 import socket
 import sys
+import threading
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -117,6 +119,64 @@ def _without_torch(timeout_s: float, kind: str, refusal: str | None) -> Communic
     )
 
 
+@dataclass
+class _Beside:
+    """The communicator beside one process group, and who uses it."""
+
+    group: weakref.ref[Any]
+    in_use: threading.Lock = field(default_factory=threading.Lock)
+    communicator: Communicator | None = None
+
+
+_beside: dict[int, _Beside] = {}
+_beside_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def take_beside(timeout_s: float, group: Any) -> Iterator[Communicator]:
+    """See `comm.beside`."""
+    group = _default_group() if group is None else group
+    if group is None:
+        yield SingleCommunicator(timeout_s, "single: no torch.distributed", _host())
+        return
+    with _beside_lock:
+        kept = _beside.get(id(group))
+        if kept is None or kept.group() is not group:
+            if kept is not None:
+                leak(kept)  # of a group that is gone, and with it perhaps its ranks
+            kept = _beside[id(group)] = _Beside(weakref.ref(group))
+    if not kept.in_use.acquire(timeout=timeout_s):
+        cause = f"another thread has used it for {timeout_s:g} s"
+        raise CommunicationError("take the communicator of a process group", cause=cause)
+    try:
+        if kept.communicator is None:
+            kept.communicator = _make_beside(timeout_s, group)
+        kept.communicator.timeout_s = timeout_s
+        yield kept.communicator
+    finally:
+        kept.in_use.release()
+
+
+def _make_beside(timeout_s: float, group: Any) -> Communicator:
+    from megatron_uring.comm.gloo import GlooCommunicator
+
+    distributed = torch_distributed()
+    rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+    if size == 1:
+        return SingleCommunicator(timeout_s, "single: the process group has one rank", _host())
+    family = Family(timeout_s)
+    store = distributed.distributed_c10d._get_process_group_store(group)
+    channel = _channel(_TorchWorld(rank, size, store), "megatron_uring beside", family)
+    return GlooCommunicator.over(channel, family, "gloo: of its own, beside a process group")
+
+
+def _channel(world: _TorchWorld, name: str, family: Family) -> StoreChannel:
+    """Where the ranks of `world` meet that make a communicator under this name now."""
+    caller = StoreCaller(_own_client(world.store), family)
+    generation = (caller.call(caller.store.add, f"{name}/joined", 1) - 1) // world.size
+    return StoreChannel(caller, f"{name}/{generation}", world.rank, world.size, family)
+
+
 def _with_torch(
     world: _TorchWorld, timeout_s: float, kind: str, refusal: str | None
 ) -> Communicator:
@@ -124,10 +184,7 @@ def _with_torch(
     from megatron_uring.comm.gloo import GlooCommunicator
 
     family = Family(timeout_s)
-    caller = StoreCaller(_own_client(world.store), family)
-    generation = (caller.call(caller.store.add, "megatron_uring/joined", 1) - 1) // world.size
-    prefix = f"megatron_uring/{generation}"
-    channel = StoreChannel(caller, prefix, world.rank, world.size, family)
+    channel = _channel(world, "megatron_uring", family)
     ballot = _Ballot(channel, kind)
     communicator, refusal = _try_mpi(world, ballot, timeout_s, refusal)
     if communicator is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import numpy as np
@@ -40,7 +41,7 @@ from megatron_uring.errors import (
     as_checkpoint_error,
 )
 
-__all__ = ["Communicator", "SingleCommunicator", "connect", "current"]
+__all__ = ["Communicator", "SingleCommunicator", "beside", "connect", "current"]
 
 Operation = Literal["min", "max", "sum"]
 
@@ -75,8 +76,29 @@ def current(timeout_s: float, kind: str = "auto") -> Communicator:
     return choose_once(timeout_s, kind)
 
 
+def beside(timeout_s: float, group: Any = None) -> AbstractContextManager[Communicator]:
+    """A gloo communicator over a process group, for this thread alone while the context lasts;
+    collective over the group when it has to be built.
+
+    It shares nothing with `current`, which the main thread may be using meanwhile, nor with the
+    process group but its store, so that a thread of its own may make a save.
+
+    Parameters
+    ----------
+    timeout_s
+        As in `connect`; and how long another thread is waited for.
+    group
+        A ``torch.distributed.ProcessGroup``; default: the default one. Where there is none, a
+        single process.
+    """
+    from megatron_uring.comm.choice import take_beside
+
+    return take_beside(timeout_s, group)
+
+
 class Communicator(ABC):
-    """A group of ranks. Methods are collective unless they say otherwise; main thread only.
+    """A group of ranks. Methods are collective unless they say otherwise; main thread only, but for
+    those of `beside`.
 
     Attributes
     ----------
