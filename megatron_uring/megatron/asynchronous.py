@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,26 +75,40 @@ def request(pending: PendingSave, commit_save: Finalize) -> Any:
 
 
 def schedule(installed: Any, original: Callable[..., int], queue: Any, async_request: Any) -> int:
-    """``AsyncCallsQueue.schedule_async_request``."""
+    """``AsyncCallsQueue.schedule_async_request``, Megatron's or NVRx's."""
     pending = (async_request.async_fn_kwargs or {}).get(_KEY)
     if not isinstance(pending, PendingSave):
         return original(queue, async_request)
     queue.call_idx += 1
     finalize = _one_of(list(async_request.finalize_fns), pending, installed)
-    frozen = async_request._replace(finalize_fns=[finalize]).freeze()
+    home = _home_of(queue)
+    kept = home.AsyncRequest(**{**async_request._asdict(), "finalize_fns": [finalize]}).freeze()
     queue.async_calls.append(
-        async_utils._ActiveAsyncRequest(queue.call_idx, NativeCaller(pending), frozen)
+        home._ActiveAsyncRequest(
+            queue.call_idx, NativeCaller(pending), kept._replace(call_idx=queue.call_idx)
+        )
     )
     return int(queue.call_idx)
 
 
-def close(installed: Any, original: Callable[..., None], queue: Any, abort: bool = False) -> None:
+def close(
+    installed: Any, original: Callable[..., None], queue: Any, *arguments: Any, **keywords: Any
+) -> None:
     """``AsyncCallsQueue.close``: Megatron's own forgets all but a persistent caller."""
-    if abort:
+    if keywords.get("abort") or any(arguments):  # which 0.14 does not know
         for active in queue.async_calls:
             if isinstance(active.async_caller, NativeCaller):
                 active.async_caller.close(abort=True)
-    original(queue, abort)
+    original(queue, *arguments, **keywords)
+
+
+def _home_of(queue: Any) -> Any:
+    """The module with the queue's own kinds of request: NVRx's are executed by methods."""
+    for kind in type(queue).__mro__:
+        module = sys.modules[kind.__module__]
+        if hasattr(module, "_ActiveAsyncRequest"):
+            return module
+    return async_utils
 
 
 def _one_of(finalize_fns: list[Finalize], pending: PendingSave, installed: Any) -> Finalize:

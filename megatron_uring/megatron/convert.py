@@ -5,7 +5,7 @@ Guarantees
 - Only main replicas are saved (`replica_id` all zero): exactly one owner, as Megatron defines it.
   The other replicas of a tensor are told to the save, which refuses one that nobody owns.
 - A shard keeps Megatron's key, global shape and offset; prepended axes are leading dimensions of
-  size 1.
+  size 1. A range of a flattened shard (up to 0.15) is saved and loaded as the boxes that it fills.
 - Loading copies into ``sh_ten.data`` in place and makes it, on the CPU, where it is None. With
   ``allow_shape_mismatch`` what the checkpoint does not hold is zero.
 - An error that leaves this folder is a `CheckpointError`, Megatron's ``CheckpointingException`` and
@@ -15,6 +15,7 @@ Guarantees
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -25,8 +26,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_uring import providers, tensors
-from megatron_uring.errors import CheckpointError, StateMismatchError, UnsupportedError
+from megatron_uring.errors import CheckpointError, StateMismatchError
 from megatron_uring.index_rules import Index
+from megatron_uring.megatron import flattened
 from megatron_uring.providers import Shard
 from megatron_uring.restoring import Request
 from megatron_uring.tables import Provided
@@ -64,7 +66,7 @@ class MegatronState:
         for leaf in self._leaves:
             main = is_main_replica(leaf.replica_id)
             if isinstance(leaf, ShardedTensor) and (main or leaf.data is not None):
-                shards.append((leaf.key, _shard(leaf, owner=main)))
+                shards += [(leaf.key, shard) for shard in _shards(leaf, owner=main)]
             elif isinstance(leaf, ShardedObject) and main:
                 objects[leaf.unique_key] = leaf.data
         return providers.CompositeProvider(
@@ -75,42 +77,47 @@ class MegatronState:
         ).collect()
 
 
-def _shard(leaf: ShardedTensor, *, owner: bool) -> Shard:
-    _refuse_flattened(leaf)
+def _shards(leaf: ShardedTensor, *, owner: bool) -> Iterator[Shard]:
     if leaf.data is None:
         raise StateMismatchError(
             f"save tensor {leaf.key!r}", expected="data", found="none", cause="ShardedTensor.data"
         )
-    return Shard(leaf.data, tuple(leaf.global_shape), tuple(leaf.global_offset), owner)
+    for tensor, offset in _pieces(leaf):
+        yield Shard(tensor, tuple(leaf.global_shape), offset, owner)
 
 
-def _refuse_flattened(leaf: ShardedTensor) -> None:
-    if getattr(leaf, "flattened_range", None) is not None:
-        raise UnsupportedError(
-            f"convert tensor {leaf.key!r}",
-            expected="a rectangular shard",
-            found="flattened_range",
-            cause="Megatron itself dropped it in 0.16; use the fully_reshardable or "
-            "dp_reshardable optimizer format",
-        )
+def _pieces(leaf: ShardedTensor) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """The memory of each box that the leaf is, and the box's global offset."""
+    flat = getattr(leaf, "flattened_range", None)
+    if flat is None:
+        yield leaf.data, tuple(leaf.global_offset)
+        return
+    prepended = leaf.global_offset[: leaf.prepend_axis_num]
+    own = leaf.global_offset[leaf.prepend_axis_num :]
+    at = 0
+    for offset, shape in flattened.boxes(tuple(leaf.local_shape), flat.start, flat.stop):
+        elements = math.prod(shape)
+        moved = (left + right for left, right in zip(own, offset, strict=True))
+        yield leaf.data[at : at + elements].view(shape), (*prepended, *moved)
+        at += elements
 
 
-def request(leaf: ShardedTensor) -> Request:
+def requests(leaf: ShardedTensor) -> Iterator[Request]:
     """What must be read for `leaf`; its data is made, and zeroed where the checkpoint may not fill
     it.
     """
-    _refuse_flattened(leaf)
     if leaf.data is None:
         leaf.init_data("cpu", init_fn=torch.zeros if leaf.allow_shape_mismatch else torch.empty)
     elif leaf.allow_shape_mismatch:
         leaf.data.detach().zero_()
-    return Request(
-        leaf.key,
-        leaf.data,
-        tuple(leaf.global_shape),
-        tuple(leaf.global_offset),
-        partial=leaf.allow_shape_mismatch,
-    )
+    for tensor, offset in _pieces(leaf):
+        yield Request(
+            leaf.key,
+            tensor,
+            tuple(leaf.global_shape),
+            offset,
+            partial=leaf.allow_shape_mismatch,
+        )
 
 
 def tensors_metadata(index: Index) -> dict[str, ShardedTensor]:

@@ -10,67 +10,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_uring import lazy
 from megatron_uring.config import Config
-from megatron_uring.errors import UnsupportedError
 from megatron_uring.layout import BACKEND, BACKEND_VERSION
-
-_PACKAGE = "megatron.core.dist_checkpointing"
-_OLDEST, _FIRST_UNSUPPORTED = (0, 16), (0, 17)
-
-# (module, class or None, name, the function of `routes` that takes its place, needed for saving)
-_POINTS: tuple[tuple[str, str | None, str, str, bool], ...] = (
-    ("strategies.torch", "TorchDistSaveShardedStrategy", "save", "save", True),
-    ("strategies.torch", "TorchDistSaveShardedStrategy", "async_save", "async_save", True),
-    ("strategies.common", "TorchCommonSaveStrategy", "save_common", "save_common", True),
-    ("strategies.async_utils", "AsyncCallsQueue", "schedule_async_request", "schedule", True),
-    ("strategies.async_utils", "AsyncCallsQueue", "close", "close", True),
-    ("serialization", None, "save_config", "save_config", False),
-    ("strategies.torch", "TorchDistLoadShardedStrategy", "load", "load", False),
-    (
-        "strategies.torch",
-        "TorchDistLoadShardedStrategy",
-        "load_tensors_metadata",
-        "load_tensors_metadata",
-        False,
-    ),
-    (
-        "strategies.torch",
-        "TorchDistLoadShardedStrategy",
-        "load_sharded_metadata",
-        "load_sharded_metadata",
-        False,
-    ),
-    (
-        "strategies.torch",
-        "TorchDistLoadShardedStrategy",
-        "remove_sharded_tensors",
-        "remove_sharded_tensors",
-        False,
-    ),
-    ("strategies.common", "TorchCommonLoadStrategy", "load_common", "load_common", False),
-)
-
-
-@dataclass(frozen=True)
-class Point:
-    """One name to replace."""
-
-    owner: Any
-    name: str
-    route: str
-
-    @property
-    def path(self) -> str:
-        """Dotted name, for `status`."""
-        module = getattr(self.owner, "__module__", None)
-        own = self.owner.__qualname__ if module else self.owner.__name__
-        return ".".join(part for part in (module, own, self.name) if part)
+from megatron_uring.megatron import versions
+from megatron_uring.megatron.versions import Point
 
 
 @dataclass
@@ -117,67 +65,17 @@ class Installed:
         self._names.clear()
 
 
-def resolve(*, save: bool) -> list[Point]:
-    """Find every patch point.
-
-    Raises
-    ------
-    UnsupportedError
-        Naming the version, or the name that is not there.
-    """
-    try:
-        core = importlib.import_module("megatron.core")
-    except ImportError as error:
-        raise UnsupportedError(
-            "enable megatron_uring", expected="megatron-core", cause=f"cannot import it: {error}"
-        ) from error
-    version = str(core.__version__)
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if not _OLDEST <= numbers < _FIRST_UNSUPPORTED:
-        raise UnsupportedError(
-            "enable megatron_uring",
-            expected="megatron-core {}.{} to {}.{} (exclusive)".format(
-                *_OLDEST, *_FIRST_UNSUPPORTED
-            ),
-            found=version,
-        )
-    points = []
-    for module, class_name, name, route, for_saving in _POINTS:
-        if save or not for_saving:
-            points.append(Point(_owner(module, class_name, name, version), name, route))
-    _owner("strategies.base", None, "register_default_strategy", version)
-    return points
-
-
-def _owner(module_name: str, class_name: str | None, name: str, version: str) -> Any:
-    path = ".".join(part for part in (_PACKAGE, module_name, class_name) if part)
-    try:
-        owner: Any = importlib.import_module(f"{_PACKAGE}.{module_name}")
-        if class_name is not None:
-            owner = getattr(owner, class_name)
-        if callable(getattr(owner, name)):
-            return owner
-        reason = f"{path}.{name} is not callable"
-    except (ImportError, AttributeError) as error:
-        reason = str(error)
-    raise UnsupportedError(
-        "enable megatron_uring",
-        expected=f"the patch point {path}.{name}",
-        found=f"megatron-core {version} without it",
-        cause=reason,
-    )
-
-
 def install(points: Sequence[Point], config: Config, *, save: bool) -> Installed:
-    """Replace what `resolve` found."""
-    from megatron_uring.megatron import asynchronous, fences, routes, training
+    """Replace what `versions.points` found."""
+    from megatron_uring.megatron import fences, training
 
     installed = Installed(config, Counts(), save)
     for point in points:
-        place = asynchronous if point.route in ("schedule", "close") else routes
-        installed._undo.append(_replace(point, getattr(place, point.route), installed))
+        module, name = point.route
+        route = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        installed._undo.append(_replace(point, route, installed))
         installed._names.append(point.path)
-    installed._undo.append(_register(save=save))
+    installed._undo += _register(save=save)
     if save:
         installed._undo.append(lazy.watch())
         installed._undo += [lazy.fence_before(*where) for where in fences.places()]
@@ -208,18 +106,17 @@ def _replace(point: Point, route: Callable[..., Any], installed: Installed) -> C
     return undo
 
 
-def _register(*, save: bool) -> Callable[[], None]:
+def _register(*, save: bool) -> list[Callable[[], None]]:
     """Make our backend name known where Megatron looks strategies up by the name in
     ``metadata.json``.
     """
-    base = importlib.import_module(f"{_PACKAGE}.strategies.base")
-    torch_strategies = importlib.import_module(f"{_PACKAGE}.strategies.torch")
+    base = versions.registry()
+    if base is None:
+        return []
     key = (BACKEND, BACKEND_VERSION)
-    wanted = {base.StrategyAction.LOAD_SHARDED: torch_strategies.TorchDistLoadShardedStrategy()}
+    wanted = {base.StrategyAction.LOAD_SHARDED: versions.load_strategy()()}
     if save:
-        wanted[base.StrategyAction.SAVE_SHARDED] = torch_strategies.TorchDistSaveShardedStrategy(
-            *key
-        )
+        wanted[base.StrategyAction.SAVE_SHARDED] = versions.save_strategy()(*key)
     for action, strategy in wanted.items():
         base.register_default_strategy(action, *key, strategy)
 
@@ -231,4 +128,4 @@ def _register(*, save: bool) -> Callable[[], None]:
             if not registered:  # Megatron fills the table at the first look-up
                 del base.default_strategies[action.value]
 
-    return undo
+    return [undo]

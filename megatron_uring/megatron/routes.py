@@ -22,15 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_outplace,
+    extract_matching_values,
+    nested_values,
+)
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 
 from megatron_uring import checkpoint, commit
 from megatron_uring import index as index_module
 from megatron_uring.errors import CheckpointError
 from megatron_uring.index_rules import without_tensors
 from megatron_uring.layout import BACKEND, BACKEND_VERSION, COMMON_NAME, INDEX_NAME, METADATA_NAME
-from megatron_uring.megatron import asynchronous, convert
+from megatron_uring.megatron import asynchronous, convert, versions
 from megatron_uring.megatron.convert import megatron_errors
 from megatron_uring.objects import deserialize_object, serialize_object
 from megatron_uring.report import Report
@@ -112,6 +116,7 @@ def _begin(
     installed: Any, save: Callable[..., Any], sharded_state_dict: Any, checkpoint_dir: Any
 ) -> Any:
     config = installed.config
+    sharded_state_dict = _take_common_object(installed, sharded_state_dict, checkpoint_dir)
     installed.counts.begun_saves += 1
     common = _common.pop(_key(checkpoint_dir), None)
     failure = common if isinstance(common, CheckpointError) else None
@@ -129,19 +134,37 @@ def _committed_by(installed: Any, report: Report, checkpoint_dir: Any) -> None:
         _committed[_key(checkpoint_dir)] = report.save_id
 
 
-def save_common(
-    installed: Any, original: Original, strategy: Any, common_state_dict: Any, checkpoint_dir: Any
-) -> None:
-    """``TorchCommonSaveStrategy.save_common``: keep the bytes until it is known who writes the
-    tensors.
+def _take_common_object(installed: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+    """The rest of the state, where the common state is an object beside the tensors: it is kept as
+    `save_common` keeps it, so that a checkpoint is the same whichever version wrote it.
+    """
+    if not versions.has_common_object():
+        return sharded_state_dict
+
+    def is_common(leaf: Any) -> bool:
+        return isinstance(leaf, ShardedObject) and leaf.key == versions.COMMON_OBJECT
+
+    common, rest = extract_matching_values(sharded_state_dict, is_common)
+    for leaf in nested_values(common):
+        if is_main_replica(leaf.replica_id):  # rank 0's
+            _keep_common(installed, leaf.data, checkpoint_dir)
+    return rest
+
+
+def save_common(installed: Any, original: Original, *arguments: Any) -> None:
+    """``TorchCommonSaveStrategy.save_common`` (up to 0.16) or ``serialization.save_common``: keep
+    the bytes until it is known who writes the tensors.
 
     An error is kept too: raised here, on rank 0 alone, it would leave the other ranks waiting.
     """
+    common_state_dict, checkpoint_dir = arguments[-2:]
     if _is_remote(checkpoint_dir):
-        original(strategy, common_state_dict, checkpoint_dir)
-        return
-    if torch.distributed.get_rank() != 0:
-        return
+        original(*arguments)
+    elif torch.distributed.get_rank() == 0:
+        _keep_common(installed, common_state_dict, checkpoint_dir)
+
+
+def _keep_common(installed: Any, common_state_dict: Any, checkpoint_dir: Any) -> None:
     allowed = installed.config.allowed_globals
     try:
         _common[_key(checkpoint_dir)] = serialize_object("common state", common_state_dict, allowed)
@@ -214,7 +237,7 @@ def load(
         keys = [leaf.unique_key for leaf in convert.values(sharded_state_dict, ShardedObject)]
         objects = checkpoint.restore_into(
             str(checkpoint_dir),
-            [convert.request(leaf) for leaf in tensors],
+            [request for leaf in tensors for request in convert.requests(leaf)],
             list(dict.fromkeys(keys)),
             config=installed.config,
         )
@@ -229,11 +252,17 @@ def load(
 
 
 def load_common(
-    installed: Any, original: Original, strategy: Any, checkpoint_dir: Any, *arguments: Any
+    installed: Any, original: Original, *arguments: Any, checkpoint_dir: Any = None
 ) -> Any:
-    """``TorchCommonLoadStrategy.load_common``."""
+    """``TorchCommonLoadStrategy.load_common`` (up to 0.16), ``serialization.load_common`` or
+    ``load_common_state_dict``.
+    """
+    if checkpoint_dir is None:
+        *arguments_before, checkpoint_dir = arguments
+    else:
+        arguments_before = list(arguments)
     if not is_ours(checkpoint_dir):
-        return original(strategy, checkpoint_dir, *arguments)
+        return original(*arguments_before, checkpoint_dir)
     with megatron_errors():
         directory = str(checkpoint_dir)
         index = index_module.read_index(directory)
@@ -273,7 +302,11 @@ def load_sharded_metadata(
         return original(strategy, checkpoint_dir, *arguments, **keywords)
     with megatron_errors():
         index = index_module.read_index(str(checkpoint_dir))
-        return {**convert.objects_metadata(index), **convert.tensors_metadata(index)}
+        found = {**convert.objects_metadata(index), **convert.tensors_metadata(index)}
+        if index.common_length >= 0 and versions.has_common_object():
+            key = ShardedObject(versions.COMMON_OBJECT, None, (1,), (0,)).unique_key
+            found[key] = ShardedObject.empty_from_unique_key(key)
+        return found
 
 
 def remove_sharded_tensors(

@@ -65,9 +65,9 @@ def enable(*, save: bool = True, required: bool = True, **options: object) -> bo
         return False
     config = Config.from_environment(None, **options)
     try:
-        from megatron_uring.megatron import patches  # imports Megatron
+        from megatron_uring.megatron import patches, versions
 
-        points = patches.resolve(save=save)
+        points = versions.points(save=save)  # imports Megatron
     except UnsupportedError as error:
         if required:
             raise
