@@ -7,7 +7,8 @@ Guarantees
 - `wait` commits, or raises on all ranks; nothing of a save that failed is left that could be taken
   for a checkpoint. Called again, it gives the same answer.
 - `abort` asks no other rank, and leaves the checkpoint that was there before.
-- A `wait` inside of a `wait` of the same save, as a signal handler may call it, is refused.
+- A `wait` inside of a `wait` of the same save, as a signal handler may call it, is refused. So are
+  `poll` and `wait` in a forked child, and in a second thread of several ranks; the save goes on.
 - Saves are finished in any order, the same on all ranks: where ranks poll or wait for different
   ones, all of them raise, and nothing is committed. One that is still pending when the process ends
   is aborted, and said so.
@@ -55,6 +56,7 @@ class PendingSave:
         self._blocked_s = time.perf_counter() - called_at
         self._reduction: Callable[[], Int64Array] | None = None
         self._agreed = self._finishing = False
+        self._process = os.getpid()
         self._outcome: Report | CheckpointError | None = None
         if saving.lazy:
             _in_flight.append(self)
@@ -85,6 +87,7 @@ class PendingSave:
         """
         if self._outcome is not None or self._agreed:
             return True
+        self._require_own_caller()
         drained, world = self.drained(), self._saving.world
         with together(world), self._saving.clock.span("poll", least_s=_SLOW_POLL_S):
             reduction, self._reduction = self._reduction, None
@@ -120,6 +123,7 @@ class PendingSave:
             return self._outcome
         if self._outcome is not None:
             raise self._outcome
+        self._require_own_caller()
         if self._finishing:
             raise _given_up(self.directory, "it is being finished, further up the stack")
         self._finishing = True
@@ -169,10 +173,18 @@ class PendingSave:
         """Give the save up, on this rank alone; what it had written is removed. Does nothing to one
         that is finished.
         """
-        if self._outcome is None:
+        if self._outcome is None and os.getpid() == self._process:
             self._outcome = _given_up(self.directory, "aborted")
             self._saving.discard()
             self._forget()
+
+    def _require_own_caller(self) -> None:
+        if os.getpid() != self._process:
+            raise _given_up(
+                self.directory,
+                f"it belongs to process {self._process}, and this is a child",
+            )
+        self._saving.world.require_own_thread("finish save")
 
     def _forget(self) -> None:
         self._saving.settle(committed=self._outcome is None)

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent / "mpi"))
 from launch import run_processes
 
 PROGRAM = """
-import sys, time
+import sys, threading, time
 import torch
 import megatron_uring
 from megatron_uring import CommunicationError, Config, Shard, _engine, comm
@@ -59,7 +59,20 @@ save = begin("a", 50)
 if rank == 1:
     save.abort()
 refused(lambda: begin("a", 60), "in one step")
-begin("e", 70).wait()
+save = begin("e", 70)
+
+# messages of two threads would be taken for each other's
+def another_thread():
+    for call in (save.wait, lambda: begin("f", 80)):
+        refused(call, "only by the thread")
+    ended.append(True)
+
+ended = []
+thread = threading.Thread(target=another_thread)
+thread.start()
+thread.join()
+assert ended
+save.wait()
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
 """

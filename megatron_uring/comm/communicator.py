@@ -14,6 +14,8 @@ Guarantees
 
 from __future__ import annotations
 
+import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -124,6 +126,7 @@ class Communicator(ABC):
         self.hosts: list[str] = []
         self._family = family
         self._closed = False
+        self._thread, self._process = threading.get_ident(), os.getpid()
 
     @property
     def timeout_s(self) -> float:
@@ -230,6 +233,16 @@ class Communicator(ABC):
         if self._closed:
             raise CommunicationError(operation, cause="the communicator is closed")
 
+    def require_own_thread(self, operation: str) -> None:
+        """Refuse other threads, whose messages ranks would take for each other's, and children; not
+        collective, and breaks nothing.
+        """
+        if threading.get_ident() != self._thread or os.getpid() != self._process:
+            raise CommunicationError(
+                operation,
+                cause=f"{self.kind} may be used only by the thread that built the communicator",
+            )
+
     def _poison(self, error: CommunicationError, *buffers: object) -> CommunicationError:
         """Break this family for good; `buffers` stay, as the network may still write into them."""
         if self._family.poisoned is None:
@@ -335,6 +348,9 @@ class SingleCommunicator(Communicator):
         """Another communicator of one."""
         self._check("split")
         return SingleCommunicator(self.timeout_s, self.reason, self.hosts[0])
+
+    def require_own_thread(self, operation: str) -> None:
+        """Nobody could take a message for another."""
 
     def close(self, abort: bool = False) -> None:
         """Nothing is held."""

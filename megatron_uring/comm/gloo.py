@@ -165,6 +165,10 @@ class GlooCommunicator(Communicator):
             leak(self._node, self._leaders)
         self._node = self._leaders = None
 
+    def _check(self, operation: str) -> None:
+        super()._check(operation)
+        self.require_own_thread(operation)
+
     def _exchange(self, step: str, arrival: bytes) -> dict[str, Any]:
         try:
             return self._channel.exchange(arrival, judge)

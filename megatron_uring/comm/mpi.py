@@ -17,9 +17,7 @@ collective, which then fails. (Over the store one verdict binds all; here there 
 
 from __future__ import annotations
 
-import os
 import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -73,8 +71,6 @@ class MpiCommunicator(Communicator):
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._mpi = MPI
         self._comm = comm
-        self._thread = threading.get_ident()
-        self._process = os.getpid()
         self._sequence = 0
         self._meter = ProgressMeter()
         self._sends: list[tuple[MPI.Request, Bytes]] = []
@@ -208,10 +204,7 @@ class MpiCommunicator(Communicator):
         super()._check(operation)
         if (reason := comm_launch.broken()) is not None:
             raise CommunicationError(operation, cause=f"MPI is out of use: {reason}")
-        if threading.get_ident() != self._thread or os.getpid() != self._process:
-            raise CommunicationError(
-                operation, cause="MPI may be called only by the thread that built the communicator"
-            )
+        self.require_own_thread(operation)
 
     def _poison(self, error: CommunicationError, *buffers: object) -> CommunicationError:
         comm_launch.mark_broken(str(error))

@@ -1,0 +1,97 @@
+"""Asynchronous saves beside other threads, forked children, other options: refused, or safe."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import megatron_uring
+from megatron_uring import Config, pending
+
+MIB = 1 << 20
+SMALL = Config(engine="posix", slab_bytes=MIB, slab_count=1, staging_bytes=MIB)
+
+
+@pytest.fixture
+def begin(world, tmp_path):
+    def run(value, name="c", config=SMALL):
+        state = {"w": torch.full((3 * MIB,), value, dtype=torch.uint8)}
+        return megatron_uring.save_async(state, tmp_path / name, config=config, communicator=world)
+
+    yield run
+    for one in pending.in_flight():
+        one.abort()
+
+
+def value_in(directory):
+    (value,) = megatron_uring.restore(directory)["w"].unique().tolist()
+    return value
+
+
+def test_a_child_cannot_finish_or_harm_its_parents_saves(tmp_path):
+    """A handler of the parent's that calls `wait` also runs in its children."""
+    program = tmp_path / "program.py"
+    program.write_text(CHILD)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program), str(tmp_path)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert value_in(tmp_path / "straight") == value_in(tmp_path / "tiered") == 2
+
+
+CHILD = """
+import os, signal, sys
+import torch
+from megatron_uring import Config, StorageError, _engine, save_async
+
+root = sys.argv[1]
+_engine.inject_fault("write", "delay", count=-1, path_contains="data-", delay_s=0.1)
+saves = []
+for name, staging in (("straight", ""), ("tiered", root + "/staging")):
+    config = Config(engine="posix", slab_bytes=1 << 20, slab_count=2, staging_directory=staging)
+    state = {"w": torch.full((3 << 20,), 2, dtype=torch.uint8)}
+    saves.append(save_async(state, f"{root}/{name}", config=config))
+
+def refused(*_):
+    for save in saves:
+        for call in (save.wait, save.poll):
+            try:
+                call()
+            except StorageError as error:
+                assert f"process {os.getppid()}" in str(error), error
+            else:
+                os._exit(1)
+        save.abort()
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, refused)
+child = os.fork()
+if not child:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(2)
+assert os.waitpid(child, 0)[1] == 0
+for save in saves:
+    save.wait()
+"""
+
+
+def test_threads_of_one_process_save_each_its_own(begin, tmp_path):
+    failed = []
+
+    def run(number):
+        try:
+            for value in range(4):
+                begin(10 * number + value, f"c{number}").wait()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert [value_in(tmp_path / f"c{number}") for number in range(4)] == [3, 13, 23, 33]
