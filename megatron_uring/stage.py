@@ -3,8 +3,8 @@
 Guarantees
 ----------
 - The pool of slabs bounds what staging adds in host memory: it is allocated once for each `Config`
-  and never grows; native code waits for a free slab. Contiguous tensors on a GPU go through it as
-  those of the host do; any other tensor on a device is copied to the host whole, beside it.
+  and never grows; native code waits for a free slab. Pools of few others are kept. Contiguous
+  tensors on a GPU go through it as those of the host do; others are copied to the host whole.
 - What native threads are given (`Staged`) keeps every address alive that it contains.
 - A destination that native code cannot write to (a GPU, another dtype, a subclass) gets its values
   through a scratch tensor and ``copy_``; all others are written in place, once.
@@ -17,6 +17,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +29,14 @@ from megatron_uring.config import Config
 from megatron_uring.errors import StorageError, UnsupportedError
 from megatron_uring.tables import Boxes, Provided, RestorePlan, Staged, no_pieces
 
-_engines: dict[tuple[object, ...], _engine.Engine] = {}
-_staging_engines: dict[tuple[object, ...], tuple[_engine.Engine, int]] = {}
+_Kept = TypeVar("_Kept")
+_Key = tuple[object, ...]
+_engines: dict[_Key, _engine.Engine] = {}
+_staging_engines: dict[_Key, tuple[_engine.Engine, int]] = {}
 _engines_lock = threading.Lock()
 _SLABS_BESIDE = 2  # a state is written in two regions, each of which may end within a slab
 _SLABS_MAXIMUM = 65536
+_ENGINES_KEPT, _STAGING_ENGINES_KEPT = 4, 2  # of the latter each may hold the whole state
 
 
 def open_engine(config: Config) -> _engine.Engine:
@@ -47,13 +51,12 @@ def open_engine(config: Config) -> _engine.Engine:
     """
     key = _engine_key(config)
     with _engines_lock:
-        engine = _engines.get(key)
-        if engine is None:
-            engine = _engines[key] = _new_engine(config)
+        engine = _engines.pop(key, None) or _new_engine(config)
+        _keep(_engines, key, engine, _ENGINES_KEPT)
         return engine
 
 
-def _engine_key(config: Config) -> tuple[object, ...]:
+def _engine_key(config: Config) -> _Key:
     return (
         os.getpid(),
         config.engine,
@@ -85,10 +88,17 @@ def open_staging_engine(config: Config, state_bytes: int, ranks_here: int) -> _e
         engine, count = _staging_engines.get(key, (None, 0))
         if engine is None or count < min(wanted, most):
             count = max(min(wanted, most), config.slab_count)
-            # one that is replaced lives on until what it does is done
             engine = _new_engine(replace(config, slab_count=count), touched=False)
-            _staging_engines[key] = engine, count
+        _keep(_staging_engines, key, (engine, count), _STAGING_ENGINES_KEPT)
         return engine
+
+
+def _keep(engines: dict[_Key, _Kept], key: _Key, one: _Kept, most: int) -> None:
+    """Keep `one` as the last used, of `most`; what goes lives on until what it does is done."""
+    engines.pop(key, None)
+    engines[key] = one
+    while len(engines) > most:
+        del engines[next(iter(engines))]
 
 
 def free_memory_bytes() -> int:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megatron_uring
-from megatron_uring import Config, pending
+from megatron_uring import Config, _engine, pending, stage
 
 MIB = 1 << 20
 SMALL = Config(engine="posix", slab_bytes=MIB, slab_count=1, staging_bytes=MIB)
@@ -95,3 +95,21 @@ def test_threads_of_one_process_save_each_its_own(begin, tmp_path):
         thread.join()
     assert not failed
     assert [value_in(tmp_path / f"c{number}") for number in range(4)] == [3, 13, 23, 33]
+
+
+def test_pools_of_other_options_do_not_pile_up(begin, tmp_path):
+    stage.close_engines()
+    _engine.inject_fault("write", "delay", count=-1, path_contains="data-", delay_s=0.05)
+    saves = []
+    for value in range(7):
+        config = Config(engine="posix", slab_bytes=MIB, slab_count=1, queue_depth=1 + value)
+        saves.append(begin(value, f"c{value}", config))
+        assert len(stage.running_engines()) <= 3
+    for value, save in enumerate(saves):  # those whose pool has gone are whole all the same
+        assert save.wait().staging.endswith(f"depth {1 + value}")
+        assert value_in(tmp_path / f"c{value}") == value
+    for value in range(7):
+        config = Config(engine="posix", slab_bytes=MIB, slab_count=1, queue_depth=1 + value)
+        megatron_uring.restore(tmp_path / "c0", config=config)
+    assert len(stage.running_engines()) <= 6
+    stage.close_engines()
