@@ -80,7 +80,7 @@ def fence() -> float:
         return 0.0
     for one in list(_state.staging):
         one.wait_staged(began)
-    _forget_staged()
+    forget_staged()
     waited_s = time.perf_counter() - began
     _state.fences = Fences(
         old.passed + 1,
@@ -94,7 +94,7 @@ def fence() -> float:
 
 def watch(one: Staging) -> None:
     """From now on fences wait for `one`."""
-    _forget_staged()
+    forget_staged()
     _state.staging.append(one)
 
 
@@ -103,5 +103,6 @@ def passed() -> Fences:
     return _state.fences
 
 
-def _forget_staged() -> None:
+def forget_staged() -> None:
+    """Let go of those that no fence will wait for: they keep files open."""
     _state.staging[:] = [one for one in _state.staging if not one.staged()]

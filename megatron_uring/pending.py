@@ -27,6 +27,7 @@ import numpy as np
 from megatron_uring import timeline
 from megatron_uring.columns import Int64Array
 from megatron_uring.errors import CheckpointError, CommunicationError, StorageError
+from megatron_uring.fencing import forget_staged
 from megatron_uring.progress import together
 from megatron_uring.report import Report
 from megatron_uring.saving import Placed, Saving
@@ -188,6 +189,7 @@ class PendingSave:
 
     def _forget(self) -> None:
         self._saving.settle(committed=self._outcome is None)
+        forget_staged()
         if self in _in_flight:
             _in_flight.remove(self)
 

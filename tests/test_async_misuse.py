@@ -1,5 +1,6 @@
 """Asynchronous saves beside other threads, forked children, other options: refused, or safe."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import megatron_uring
-from megatron_uring import Config, _engine, pending, stage
+from megatron_uring import Config, _engine, fencing, pending, stage
 
 MIB = 1 << 20
 SMALL = Config(engine="posix", slab_bytes=MIB, slab_count=1, staging_bytes=MIB)
@@ -113,3 +114,17 @@ def test_pools_of_other_options_do_not_pile_up(begin, tmp_path):
         megatron_uring.restore(tmp_path / "c0", config=config)
     assert len(stage.running_engines()) <= 6
     stage.close_engines()
+
+
+def test_a_save_that_is_over_keeps_no_file_open(begin, tmp_path):
+    def open_files():
+        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        found = [os.readlink(link) for link in links if os.path.islink(link)]
+        return [path for path in found if path.startswith(str(tmp_path))]
+
+    first, second = begin(1, "a"), begin(2, "b")
+    assert len(open_files()) == 2
+    first.wait()
+    second.abort()
+    del first, second
+    assert not open_files() and not fencing._state.staging
