@@ -244,7 +244,7 @@ def provide_state(
                     key, Shard(piece.tensor, piece.global_shape, piece.offset, piece.owner)
                 )
         elif isinstance(leaf, torch.Tensor):
-            shape = tuple(leaf.shape)
+            shape = tensors.shape_of(key, leaf)
             provider.add(key, Shard(leaf, shape, (0,) * len(shape), owner=rank == 0))
         else:
             objects[key] = leaf

@@ -224,6 +224,21 @@ def plain_tensor(key: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
+def shape_of(key: str, tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a tensor; raises `UnsupportedError` for nested ones and those of lazy modules,
+    which have none.
+    """
+    try:
+        return tuple(tensor.shape)
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"save tensor {key!r}",
+            expected="a dense tensor with data",
+            found=type(tensor).__name__,
+            cause=str(error).partition(".")[0],
+        ) from error
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether the elements lie at ``data_ptr()``.
 

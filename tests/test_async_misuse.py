@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megatron_uring
-from megatron_uring import Config, _engine, fencing, pending, stage
+from megatron_uring import Config, UnsupportedError, _engine, fencing, pending, stage
 
 MIB = 1 << 20
 SMALL = Config(engine="posix", slab_bytes=MIB, slab_count=1, staging_bytes=MIB)
@@ -128,3 +128,16 @@ def test_a_save_that_is_over_keeps_no_file_open(begin, tmp_path):
     second.abort()
     del first, second
     assert not open_files() and not fencing._state.staging
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.nn.LazyLinear(3).weight,
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_tensor_without_a_shape_is_refused_by_name(save, tmp_path, tensor):
+    with pytest.raises(UnsupportedError, match="save tensor 'a/b'"):
+        save({"a": {"b": tensor()}}, tmp_path / "c")
