@@ -258,10 +258,11 @@ def sweep(
 
 
 def _sweep(root: str, keep: int | None, newest: str | None) -> None:
-    kept = []
+    kept, finishing = [], 0
     for name in filter(_SAVE_FOLDER.match, os.listdir(root)):
         folder = os.path.join(root, name)
         if _is_held(folder):
+            finishing += name == newest  # other ranks let go of theirs in a moment
             continue
         if _is_committed(folder, name):
             # a clock that went backwards costs a copy, and never the newest one
@@ -269,7 +270,7 @@ def _sweep(root: str, keep: int | None, newest: str | None) -> None:
         else:
             _remove_save(folder)
     if keep is not None:
-        for *_, folder in sorted(kept, reverse=True)[keep:]:
+        for *_, folder in sorted(kept, reverse=True)[max(keep - finishing, 0) :]:
             _remove_save(folder)
 
 

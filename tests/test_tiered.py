@@ -1,5 +1,6 @@
 """Saves by way of a staging directory: acknowledged early, committed only after the drain."""
 
+import fcntl
 import logging
 import os
 import signal
@@ -186,6 +187,17 @@ def test_older_copies_make_room(save_tiered, small_disk, tmp_path, posix, warnin
         assert report.save_id in data_file(disk).name
         assert_holds(directory, value, posix)
     assert warnings() == []
+
+
+def test_older_copies_go_while_another_rank_still_holds_its_own(save_tiered, staging, tmp_path):
+    save_tiered(state_of(1), tmp_path / "run" / "a").wait()
+    pending = save_tiered(state_of(2), tmp_path / "run" / "b")
+    wait_until(pending.acknowledged)
+    (folder,) = staging.rglob(pending.save_id)
+    with open(folder / "of-another-rank", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        pending.wait()
+        assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder]
 
 
 @pytest.mark.fault
