@@ -301,7 +301,8 @@ def _is_committed(folder: str, save_id: str) -> bool:
 
 def _remove_save(folder: str) -> None:
     with contextlib.suppress(OSError):
-        for path in _files(folder):
+        # markers first: what is half removed is a leftover, and no copy
+        for path in sorted(_files(folder), key=lambda path: not path.endswith(_MARKER_SUFFIX)):
             _engine.remove(path)
         os.rmdir(folder)
 

@@ -189,6 +189,18 @@ def test_older_copies_make_room(save_tiered, small_disk, tmp_path, posix, warnin
     assert warnings() == []
 
 
+@pytest.mark.fault
+def test_a_copy_that_is_half_removed_is_a_leftover(save_tiered, staging, tmp_path):
+    directory = tmp_path / "run" / "a"
+    save_id = save_tiered(state_of(1), directory).wait().save_id
+    _engine.inject_fault("remove", "eio", skip=1, path_contains=str(staging))
+    tier.sweep(str(staging), str(directory), keep=0)
+    assert len(local_files(staging)) == 1
+    assert tier.copies(str(staging), str(directory), save_id) == []
+    tier.sweep(str(staging), str(directory))
+    assert local_files(staging) == []
+
+
 def test_older_copies_go_while_another_rank_still_holds_its_own(save_tiered, staging, tmp_path):
     save_tiered(state_of(1), tmp_path / "run" / "a").wait()
     pending = save_tiered(state_of(2), tmp_path / "run" / "b")
