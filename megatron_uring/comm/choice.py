@@ -152,6 +152,7 @@ def take_beside(timeout_s: float, group: Any) -> Iterator[Communicator]:
         if kept.communicator is None:
             kept.communicator = _make_beside(timeout_s, group)
         kept.communicator.timeout_s = timeout_s
+        kept.communicator.hand_over()
         yield kept.communicator
     finally:
         kept.in_use.release()

@@ -233,11 +233,18 @@ class Communicator(ABC):
         if self._closed:
             raise CommunicationError(operation, cause="the communicator is closed")
 
+    def hand_over(self) -> None:
+        """Let the calling thread be the one that may use it; for `beside`, which lends it to one at
+        a time.
+        """
+        self._family.lent_to = threading.get_ident()
+
     def require_own_thread(self, operation: str) -> None:
         """Refuse other threads, whose messages ranks would take for each other's, and children; not
         collective, and breaks nothing.
         """
-        if threading.get_ident() != self._thread or os.getpid() != self._process:
+        own = self._family.lent_to or self._thread
+        if threading.get_ident() != own or os.getpid() != self._process:
             raise CommunicationError(
                 operation,
                 cause=f"{self.kind} may be used only by the thread that built the communicator",
