@@ -38,7 +38,7 @@ class Family:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.poisoned: str | None = None
-    lent_to: int | None = None  # the thread that a communicator beside was handed to
+        self.lent_to: int | None = None  # the thread that a communicator beside was handed to
 
     @property
     def report_interval_s(self) -> float:
