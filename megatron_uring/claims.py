@@ -14,17 +14,15 @@ Guarantees
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
+from megatron_uring.agreed import NOTHING, AgreedCache
 from megatron_uring.columns import BoolArray, Int64Array
 from megatron_uring.comm import Communicator
 from megatron_uring.tables import Provided
-
-_DECISIONS_KEPT = 4
 
 
 def claim(key: str, offset: Sequence[int], shape: Sequence[int]) -> int:
@@ -46,15 +44,11 @@ def settle(world: Communicator, provided: Provided) -> tuple[Provided, bool]:
     rows = np.flatnonzero(provided.claims)
     own = provided.claims[rows]
     digest = hashlib.blake2b(own.tobytes(), digest_size=16).digest()
-    cache = _caches.setdefault(id(world), _Cache(world))
-    number, mine = cache.entries.get(digest, (-1 if len(own) else 0, np.zeros(0, np.bool_)))
-    lowest, highest = world.allreduce(np.array([number, -number], np.int64), "min")
-    if lowest == -highest == 0:
+    number, mine = _decisions.find(world, digest, nothing=not len(own))
+    if number == NOTHING:
         return provided, False
-    if lowest != -highest or lowest < 0:
-        mine = _decide(world, own)
-        cache.remember(digest, mine)
-    cache.entries.move_to_end(digest)
+    if mine is None:
+        mine = _decisions.keep(world, digest, _decide(world, own))
     owner = provided.owner.copy()
     owner[rows] = mine
     return replace(provided, owner=owner, claims=np.zeros(0, np.int64)), True
@@ -81,19 +75,4 @@ def _decide(world: Communicator, own: Int64Array) -> BoolArray:
     return decided
 
 
-@dataclass
-class _Cache:
-    """By digest of this rank's claims: the decision, and its number, the same on all ranks."""
-
-    owner: Communicator
-    entries: OrderedDict[bytes, tuple[int, BoolArray]] = field(default_factory=OrderedDict)
-    made: int = 0
-
-    def remember(self, digest: bytes, mine: BoolArray) -> None:
-        self.made += 1
-        self.entries[digest] = self.made, mine
-        while len(self.entries) > _DECISIONS_KEPT:
-            self.entries.popitem(last=False)
-
-
-_caches: dict[int, _Cache] = {}
+_decisions: AgreedCache[BoolArray] = AgreedCache()

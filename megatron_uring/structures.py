@@ -12,19 +12,15 @@ Guarantees
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass
 
 from megatron_uring import aggregate, index, ownership
+from megatron_uring.agreed import AgreedCache
 from megatron_uring.comm import Communicator
 from megatron_uring.index_rules import owned_rows
 from megatron_uring.progress import step
 from megatron_uring.shards import ShardTable
 from megatron_uring.tables import Extents, Groups, Structure
-
-_STRUCTURES_KEPT = 4
 
 
 class IndexRows:
@@ -43,12 +39,8 @@ class IndexRows:
 
 @dataclass
 class KnownStructure:
-    """What the index will have of the group (on its aggregator), and of all ranks (on rank 0).
+    """What the index will have of the group (on its aggregator), and of all ranks (on rank 0)."""
 
-    `number` is the same on all ranks.
-    """
-
-    number: int
     group: IndexRows | None
     world: IndexRows | None
 
@@ -68,12 +60,8 @@ def share_structure(
     """
     packed = structure.pack()
     digest = hashlib.blake2b(packed + grouping, digest_size=16).digest()
-    cache = _caches.setdefault(id(world), _StructureCache(world))
-    found = cache.entries.get(digest)
-    number = -1 if found is None else found.number
-    lowest, highest = world.allreduce(np.array([number, -number], np.int64), "min")
-    if found is not None and lowest == -highest >= 0:
-        cache.entries.move_to_end(digest)
+    _, found = _structures.find(world, digest)
+    if found is not None:
         return found
     grouped = _gather_structures(group, structure, packed)
     if group is world:
@@ -84,10 +72,10 @@ def share_structure(
     with step(world, "plan save"):
         if everything is not None:
             ownership.check_ownership(everything.shards, everything.rank, everything.owner)
-    group_rows = None if grouped is None else IndexRows(grouped)
-    if everything is grouped:
-        return cache.remember(digest, group_rows, group_rows)
-    return cache.remember(digest, group_rows, None if everything is None else IndexRows(everything))
+    group_rows = world_rows = None if grouped is None else IndexRows(grouped)
+    if everything is not grouped:
+        world_rows = None if everything is None else IndexRows(everything)
+    return _structures.keep(world, digest, KnownStructure(group_rows, world_rows))
 
 
 def _gather_structures(
@@ -106,26 +94,7 @@ def _gather_structures(
     return Structure.concatenate([*([own] if own is not None else []), *parts])
 
 
-@dataclass
-class _StructureCache:
-    """Structures by digest of this rank's part; all ranks miss together."""
-
-    owner: Communicator
-    entries: OrderedDict[bytes, KnownStructure] = field(default_factory=OrderedDict)
-    made: int = 0
-
-    def remember(
-        self, digest: bytes, group: IndexRows | None, world: IndexRows | None
-    ) -> KnownStructure:
-        self.made += 1
-        known = self.entries[digest] = KnownStructure(self.made, group, world)
-        self.entries.move_to_end(digest)
-        while len(self.entries) > _STRUCTURES_KEPT:
-            self.entries.popitem(last=False)
-        return known
-
-
-_caches: dict[int, _StructureCache] = {}
+_structures: AgreedCache[KnownStructure] = AgreedCache()
 _groups: dict[tuple[int, bytes], tuple[Communicator, Communicator]] = {}
 
 
