@@ -219,7 +219,7 @@ def restore(
             object_keys.append(key)
     objects = restore_into(
         directory, requests, object_keys, index=index, config=config, clock=clock
-    )
+    ).objects
     filled = {
         key: leaf.tensor if isinstance(leaf, providers.Shard) else objects.get(key, leaf)
         for key, leaf in leaves.items()
@@ -246,29 +246,9 @@ def restore_into(
     index: Index | None = None,
     config: Config | None = None,
     clock: Clock | None = None,
-) -> dict[str, Any]:
-    """Fill the tensors of `requests` in place and return the objects by key; not collective.
-
-    Raises
-    ------
-    CheckpointError
-        As `restore`.
-    """
-    return read_into(
-        directory, requests, object_keys, index=index, config=config, clock=clock
-    ).objects
-
-
-def read_into(
-    directory: str,
-    requests: Sequence[Request],
-    object_keys: Sequence[str] = (),
-    *,
-    index: Index | None = None,
-    config: Config | None = None,
-    clock: Clock | None = None,
 ) -> Restored:
-    """As `restore_into`, and returns how much was read too.
+    """Fill the tensors of `requests` in place; gives the objects by key, and how much was read; not
+    collective.
 
     `clock` has been running since the caller's work for it began; default: from now on.
 
@@ -303,6 +283,16 @@ def read_into(
     return restored
 
 
+def missing_key(operation: str, key: object, directory: str, index: Index) -> MissingKeyError:
+    """The error of an `operation` on a key that is not there; names the nearest ones."""
+    return MissingKeyError(
+        f"{operation} key {key!r}",
+        path=directory,
+        expected="a key of the checkpoint",
+        found=plan.similar_keys(str(key), [*index.shards.keys, *index.object_keys]),
+    )
+
+
 def _empty_leaves(directory: str, index: Index, keys: Iterable[str] | None) -> dict[str, object]:
     """A leaf for each wanted key: a new tensor, or None for an object."""
     shards = index.shards
@@ -313,12 +303,7 @@ def _empty_leaves(directory: str, index: Index, keys: Iterable[str] | None) -> d
     objects = set(index.object_keys)
     for key in wanted:
         if key not in known and key not in objects:
-            raise MissingKeyError(
-                f"restore key {key!r}",
-                path=directory,
-                expected="a key of the checkpoint",
-                found=plan.similar_keys(key, [*shards.keys, *index.object_keys]),
-            )
+            raise missing_key("restore", key, directory, index)
         row = known.get(key)
         leaves[key] = (
             None

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_uring import checkpoint, commit, plan, tensors
+from megatron_uring import checkpoint, commit, tensors
 from megatron_uring import index as index_module
 from megatron_uring.config import Config
-from megatron_uring.errors import CheckpointError, MissingKeyError, StateMismatchError
+from megatron_uring.errors import CheckpointError, StateMismatchError
 from megatron_uring.index_rules import Index, PartOfIndex, part_of_index
 from megatron_uring.layout import DTYPE_BYTES, DTYPE_NAMES
 from megatron_uring.objects import deserialize_object
@@ -89,12 +89,7 @@ class SavedCheckpoint(Mapping[str, Any]):
         if key in rows.tensor:
             return SavedTensor(self, key, rows.tensor[key])
         if key not in rows.object:
-            raise MissingKeyError(
-                f"look up key {key!r}",
-                path=self.directory,
-                expected="a key of the checkpoint",
-                found=plan.similar_keys(str(key), list(self)),
-            )
+            raise checkpoint.missing_key("look up", key, self.directory, self._open())
         part = part_of_index(self._open(), None, np.zeros(0, np.intp), [rows.object[key]])
         return self._restore(part, [], [key])[key]
 
@@ -223,7 +218,7 @@ class SavedCheckpoint(Mapping[str, Any]):
 
     def _restore(self, part: Index, requests: list[Request], objects: list[str]) -> dict[str, Any]:
         with self._explained():
-            restored = checkpoint.read_into(
+            restored = checkpoint.restore_into(
                 self.directory, requests, objects, index=part, config=self._config
             )
         self._read_bytes += restored.read_bytes

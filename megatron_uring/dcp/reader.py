@@ -33,7 +33,8 @@ from torch.futures import Future
 from megatron_uring import checkpoint, commit, tensors
 from megatron_uring import index as index_module
 from megatron_uring.config import Config
-from megatron_uring.dcp.writer import PLANNER_KEY, chosen_directory
+from megatron_uring.dcp.place import Place
+from megatron_uring.dcp.writer import PLANNER_KEY
 from megatron_uring.errors import StateMismatchError
 from megatron_uring.index_rules import Index
 from megatron_uring.layout import subfile_name
@@ -58,7 +59,7 @@ class StoredPiece:
     length: int
 
 
-class StorageReader(storage.StorageReader):
+class StorageReader(Place, storage.StorageReader):
     """Reads our checkpoints for ``dcp.load``, whatever mesh or world size they were saved by.
 
     Parameters
@@ -79,30 +80,18 @@ class StorageReader(storage.StorageReader):
     def __init__(
         self, directory: str | os.PathLike[str] | None = None, *, config: Config | None = None
     ) -> None:
-        super().__init__()
-        self._directory = None if directory is None else os.fspath(directory)
+        super().__init__(directory)
         self._config = config
         self._read: tuple[str, Index] | None = None
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The directory."""
-        return self._directory
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path, and no URL."""
-        return "://" not in os.fspath(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Take `checkpoint_id` as the directory from now on."""
         self._read = None
-        if checkpoint_id is not None:
-            self._directory = os.fspath(checkpoint_id)
+        super().reset(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
         """DCP's metadata, made of the index: tensors, their pieces, objects, flattened keys."""
-        directory = commit.resolve_latest(chosen_directory(self._directory, "StorageReader"))
+        directory = commit.resolve_latest(self.chosen_directory())
         index = index_module.read_index(directory)
         self._read = directory, index
         described, pieces = _describe_tensors(index)
@@ -124,7 +113,7 @@ class StorageReader(storage.StorageReader):
         saved = checkpoint.restore_into(
             directory, (), [PLANNER_KEY], index=index, config=self._options()
         )
-        return saved[PLANNER_KEY]["planner_data"]
+        return saved.objects[PLANNER_KEY]["planner_data"]
 
     def _options(self) -> Config:
         if self._config is not None:
@@ -162,7 +151,7 @@ class StorageReader(storage.StorageReader):
         keys = list(dict.fromkeys(item.storage_index.fqn for item in items))
         objects = checkpoint.restore_into(
             directory, requests, keys, index=index, config=self._options()
-        )
+        ).objects
         for item, tensor in filled:
             planner.commit_tensor(item, tensor)
         for item in items:

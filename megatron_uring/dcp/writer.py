@@ -32,6 +32,7 @@ from torch.futures import Future
 from megatron_uring import checkpoint, comm, pending, providers
 from megatron_uring.comm import Communicator
 from megatron_uring.config import Config
+from megatron_uring.dcp.place import Place
 from megatron_uring.errors import (
     StateMismatchError,
     StorageError,
@@ -47,7 +48,7 @@ PLANNER_KEY = "torch.distributed.checkpoint"
 _SAVE = "save through torch.distributed.checkpoint"
 
 
-class StorageWriter(storage.StorageWriter):
+class StorageWriter(Place, storage.StorageWriter):
     """Writes checkpoints of our format for ``dcp.save`` and ``dcp.async_save``.
 
     With ``async_save`` the thread that DCP starts makes the save; a process
@@ -78,29 +79,13 @@ class StorageWriter(storage.StorageWriter):
         config: Config | None = None,
         process_group: Any = None,
     ) -> None:
-        super().__init__()
-        self._directory = None if directory is None else os.fspath(directory)
+        super().__init__(directory)
         self._config, self._group = config, process_group
         self._coordinates = self._alone = False
 
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The directory."""
-        return self._directory
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path, and no URL."""
-        return "://" not in os.fspath(checkpoint_id)
-
     def storage_meta(self) -> StorageMeta:
         """What DCP tells its planner of this checkpoint."""
-        return StorageMeta(checkpoint_id=self._directory)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take `checkpoint_id` as the directory from now on."""
-        if checkpoint_id is not None:
-            self._directory = os.fspath(checkpoint_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Refuse what cannot be done before any rank begins."""
@@ -112,7 +97,7 @@ class StorageWriter(storage.StorageWriter):
                 found="False",
                 cause="a checkpoint has one index, which describes what all ranks wrote",
             )
-        directory = chosen_directory(self._directory, "StorageWriter")
+        directory = self.chosen_directory()
         if threading.current_thread() is not threading.main_thread():
             _refuse_in_flight(directory)
 
@@ -135,7 +120,7 @@ class StorageWriter(storage.StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[storage.WriteResult]]:
         """A whole save, commit included; collective."""
-        directory = chosen_directory(self._directory, "StorageWriter")
+        directory = self.chosen_directory()
         config = self._config or Config.from_environment()
         state = _PlannedState(plan, planner, config.allowed_globals, self._coordinates)
         with self._communicator(config) as world:
@@ -242,15 +227,3 @@ def _refuse_in_flight(directory: str) -> None:
                 path=directory,
                 cause="a save_async to it is in flight; wait() for that first",
             )
-
-
-def chosen_directory(directory: str | None, who: str) -> str:
-    """`directory`, which `who` must have been given."""
-    if directory is None:
-        raise UnsupportedError(
-            f"use {who}",
-            expected="a directory",
-            found="none",
-            cause="give it one, or checkpoint_id",
-        )
-    return directory

@@ -240,7 +240,7 @@ def load(
             [request for leaf in tensors for request in convert.requests(leaf)],
             list(dict.fromkeys(keys)),
             config=installed.config,
-        )
+        ).objects
         installed.counts.loads += 1
 
     def filled(leaf: Any) -> Any:
