@@ -73,49 +73,58 @@ def install(points: Sequence[Point], config: Config, *, save: bool) -> Installed
     for point in points:
         module, name = point.route
         route = getattr(importlib.import_module(f"{__package__}.{module}"), name)
-        installed._undo.append(_replace(point, route, installed))
-        installed._names.append(point.path)
-    installed._undo += _register(save=save)
+        original = getattr(point.owner, point.name)
+        ours = functools.wraps(original)(passing_through(installed, original, route))
+        put(installed, point.owner, point.name, ours, point.path)
+    _register(installed)
     if save:
-        installed._undo.append(lazy.watch())
-        installed._undo += [lazy.fence_before(*where) for where in fences.places()]
+        installed.undo_later(lazy.watch())
+        for where in fences.places():
+            installed.undo_later(lazy.fence_before(*where))
         training.install(installed)
     return installed
 
 
-def _replace(point: Point, route: Callable[..., Any], installed: Installed) -> Callable[[], None]:
-    own = point.name in vars(point.owner)
-    original = getattr(point.owner, point.name)
+def passing_through(
+    installed: Installed, original: Callable[..., Any], route: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`route` while the adapter is in force, and `original` afterwards."""
 
-    @functools.wraps(original)
     def replacement(*arguments: Any, **keywords: Any) -> Any:
         if not installed.active:
             return original(*arguments, **keywords)
         return route(installed, original, *arguments, **keywords)
 
-    setattr(point.owner, point.name, replacement)
+    return replacement
+
+
+def put(installed: Installed, owner: Any, name: str, ours: Any, path: str) -> None:
+    """Replace a name of a module or class until `Installed.remove`."""
+    own = name in vars(owner)
+    theirs = getattr(owner, name)
+    setattr(owner, name, ours)
 
     def undo() -> None:
-        if vars(point.owner).get(point.name) is not replacement:
+        if vars(owner).get(name) is not ours:
             return  # somebody wrapped ours: it stays, and passes through
         if own:
-            setattr(point.owner, point.name, original)
+            setattr(owner, name, theirs)
         else:
-            delattr(point.owner, point.name)
+            delattr(owner, name)
 
-    return undo
+    installed.undo_later(undo, path)
 
 
-def _register(*, save: bool) -> list[Callable[[], None]]:
+def _register(installed: Installed) -> None:
     """Make our backend name known where Megatron looks strategies up by the name in
     ``metadata.json``.
     """
     base = versions.registry()
     if base is None:
-        return []
+        return
     key = (BACKEND, BACKEND_VERSION)
     wanted = {base.StrategyAction.LOAD_SHARDED: versions.load_strategy()()}
-    if save:
+    if installed.saving:
         wanted[base.StrategyAction.SAVE_SHARDED] = versions.save_strategy()(*key)
     for action, strategy in wanted.items():
         base.register_default_strategy(action, *key, strategy)
@@ -128,4 +137,4 @@ def _register(*, save: bool) -> list[Callable[[], None]]:
             if not registered:  # Megatron fills the table at the first look-up
                 del base.default_strategies[action.value]
 
-    return [undo]
+    installed.undo_later(undo)

@@ -33,6 +33,7 @@ import torch
 from megatron_uring import commit, pending
 from megatron_uring.layout import BACKEND, INDEX_NAME, TRACKER_NAME
 from megatron_uring.megatron.imports import after_import
+from megatron_uring.megatron.patches import passing_through, put
 
 _log = logging.getLogger("megatron_uring")
 _PACKAGE = "megatron.training"
@@ -291,13 +292,13 @@ def _replace(installed: Any, module: ModuleType, name: str, route: Callable[...,
     original = getattr(module, name, None)
     if original is None:
         return
-    ours = functools.wraps(original)(_passing_through(installed, original, route))
+    ours = functools.wraps(original)(passing_through(installed, original, route))
     owners = [module]
     if original.__module__ == module.__name__:
         owners += [one for key, one in list(sys.modules.items()) if key.startswith(_PACKAGE)]
     for owner in owners:
         if vars(owner).get(name) is original:
-            _put(installed, owner, name, ours)
+            put(installed, owner, name, ours, f"{owner.__name__}.{name}")
 
 
 def _overlay(installed: Any, module: ModuleType, name: str, **routes: Callable[..., Any]) -> None:
@@ -308,32 +309,12 @@ def _overlay(installed: Any, module: ModuleType, name: str, **routes: Callable[.
     names = {}
     for inner, route in routes.items():
         late = functools.partial(_call, below, inner)  # what it is now may not be what it stays
-        names[inner] = _passing_through(installed, late, route)
-    _put(installed, module, name, _Overlay(below, names))
+        names[inner] = passing_through(installed, late, route)
+    put(installed, module, name, _Overlay(below, names), f"{module.__name__}.{name}")
 
 
 def _call(below: Any, name: str, *arguments: Any, **keywords: Any) -> Any:
     return getattr(below, name)(*arguments, **keywords)
-
-
-def _passing_through(installed: Any, original: Original, route: Callable[..., Any]) -> Any:
-    def replacement(*arguments: Any, **keywords: Any) -> Any:
-        if not installed.active:
-            return original(*arguments, **keywords)
-        return route(installed, original, *arguments, **keywords)
-
-    return replacement
-
-
-def _put(installed: Any, owner: ModuleType, name: str, ours: Any) -> None:
-    theirs = vars(owner)[name]
-    setattr(owner, name, ours)
-
-    def undo() -> None:
-        if vars(owner).get(name) is ours:
-            setattr(owner, name, theirs)
-
-    installed.undo_later(undo, f"{owner.__name__}.{name}")
 
 
 def _arguments() -> Any:

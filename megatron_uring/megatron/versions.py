@@ -109,11 +109,9 @@ def _saving(version: str) -> Iterator[Point]:
         if queue is not None:
             yield Point(queue.owner, queue.name, ("asynchronous", "schedule"))
             yield Point(queue.owner, "close", ("asynchronous", "close"))
-    # neither from 0.19 on: `has_common_object`
-    method = _optional(_COMMON, "TorchCommonSaveStrategy", "save_common")
-    point = method or _optional(_SERIALIZATION, None, "save_common")
-    if point is not None:
-        yield point
+    common = _common_saver()
+    if common is not None:
+        yield common
 
 
 def _loading(version: str) -> Iterator[Point]:
@@ -130,10 +128,13 @@ def _loading(version: str) -> Iterator[Point]:
 
 def has_common_object() -> bool:
     """Whether the common state comes as a ShardedObject beside the tensors."""
-    return not (
-        _optional(_COMMON, "TorchCommonSaveStrategy", "save_common")
-        or _optional(_SERIALIZATION, None, "save_common")
-    )
+    return _common_saver() is None
+
+
+def _common_saver() -> Point | None:
+    """What saves the common state, up to 0.18."""
+    method = _optional(_COMMON, "TorchCommonSaveStrategy", "save_common")
+    return method or _optional(_SERIALIZATION, None, "save_common")
 
 
 def load_strategy() -> Any:
