@@ -197,8 +197,9 @@ def plan_restore(
     saved, wanted, strides = saved.widened(width), wanted.widened(width), memory_strides
     strides = widen(strides, width, 0)
     steps = None if steps is None else widen(steps, width, 1)
-    pair_request, pair_saved = candidate_pairs(saved, _spanned(wanted, steps))
-    box = _intersect(saved, wanted, pair_saved, pair_request, steps)
+    spanned = _spanned(wanted, steps)
+    pair_request, pair_saved = candidate_pairs(saved, spanned)
+    box = _intersect(saved, spanned, pair_saved, pair_request, steps)
     hit = box.counts.min(axis=1, initial=1) > 0
     if not hit.all():
         pair_request, pair_saved, box = pair_request[hit], pair_saved[hit], box.take(hit)
@@ -254,14 +255,13 @@ def _spanned(wanted: ShardTable, steps: Int64Array | None) -> ShardTable:
 
 def _intersect(
     saved: ShardTable,
-    wanted: ShardTable,
+    spanned: ShardTable,
     pair_saved: Int64Array,
     pair_request: Int64Array,
     steps: Int64Array | None,
 ) -> _Intersections:
-    spanned = _spanned(wanted, steps)
     saved_low = saved.offset.take(pair_saved, axis=0)
-    wanted_low = wanted.offset.take(pair_request, axis=0)
+    wanted_low = spanned.offset.take(pair_request, axis=0)
     low = np.maximum(saved_low, wanted_low)
     high = np.minimum(
         saved_low + saved.shape.take(pair_saved, axis=0),
