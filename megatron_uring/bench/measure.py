@@ -209,7 +209,9 @@ def _machine_cpu_s() -> float:
 
 
 def _reset_peak_memory() -> int:
-    """Let the peak begin at what is resident now, and return that."""
+    """Let the peak begin at what is resident now, and return that; what the heap has kept of freed
+    memory is part of it.
+    """
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")
     return status_bytes("VmRSS")

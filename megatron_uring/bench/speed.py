@@ -67,7 +67,7 @@ def run(options: Options, keep: Callable[[dict[str, Any]], None]) -> dict[str, A
     with removed_in_the_end(world, folder):
         for section in options.sections:
             measured = _measure_section(bench, section, options)
-            _release_memory()
+            release_memory()
             _show(world.rank, measured, options.trials)
             rows += measured
             if section == "scale":
@@ -77,7 +77,7 @@ def run(options: Options, keep: Callable[[dict[str, Any]], None]) -> dict[str, A
     return _result(options, bench, rows, points) if world.rank == 0 else None
 
 
-def _release_memory() -> None:
+def release_memory() -> None:
     """Two sections' tensors would not fit into memory side by side, and glibc keeps what thousands
     of small ones had (measured: all 0.67 GB of 5,000) until it is told to let go.
     """
