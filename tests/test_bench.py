@@ -324,7 +324,7 @@ for number in range(3000):
         kept.append(torch.zeros(100))
 del tensors
 left = resident_mb()
-speed._release_memory()
+speed.release_memory()
 print(left - before, resident_mb() - before)
 """
     done = subprocess.run(
