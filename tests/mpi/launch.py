@@ -3,7 +3,8 @@
 Guarantees
 ----------
 - A launcher that is not installed fails the test; it never skips it.
-- When the time is up the whole process group is killed, and the test fails with the output.
+- When the launcher is gone, or the time is up, every process that came of it is killed; after the
+  latter the test fails with the output.
 - The children's environment holds no launcher's variables but those that the test asked for.
 """
 
@@ -14,7 +15,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).resolve().parent
 _LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "TORCHELASTIC_", "MEGATRON_URING_")
+_FAMILY = "TEST_PROGRAM"  # the variable that tells what came of one start
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -90,42 +94,49 @@ def run_processes(
 def _run(command: Sequence[str], extra: Mapping[str, str], timeout_s: float, ok: bool) -> Finished:
     env = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS) and k not in _TORCH}
     path = os.pathsep.join([str(ROOT), str(PROGRAMS), env.get("PYTHONPATH", "")])
+    family = f"{_FAMILY}={uuid.uuid4().hex}"
     env.update({"PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", **extra})
-    child = subprocess.Popen(
-        command,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        output, _ = child.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        # SIGABRT first: faulthandler then shows where each rank stands.
-        _kill_session(child.pid, signal.SIGABRT)
-        time.sleep(1.0)
-        _kill_session(child.pid)
-        output, _ = child.communicate()
-        raise AssertionError(f"{command} was not over after {timeout_s} s:\n{output}") from None
-    finally:
-        _kill_session(child.pid)
+    env.update([family.split("=")])
+    # a file, not a pipe: a helper process that Megatron started would hold a pipe open for ever
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        child = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            # SIGABRT first: faulthandler then shows where each rank stands.
+            _kill_family(family, signal.SIGABRT)
+            time.sleep(1.0)
+            status = None
+        finally:
+            _kill_family(family)
+            child.wait()
+        output.seek(0)
+        text = output.read()
+    assert status is not None, f"{command} was not over after {timeout_s} s:\n{text}"
     if ok:
-        assert child.returncode == 0, f"{command} ended with {child.returncode}:\n{output}"
-    return Finished(child.returncode, output)
+        assert status == 0, f"{command} ended with {status}:\n{text}"
+    return Finished(status, text)
 
 
-def _kill_session(session: int, how: signal.Signals = signal.SIGKILL) -> None:
-    """Kill every process of `session`: mpirun gives each rank a process group of its own."""
+def _kill_family(family: str, how: signal.Signals = signal.SIGKILL) -> None:
+    """Kill every process that has `family` in its environment: launchers give ranks groups and
+    sessions of their own.
+    """
+    mark = family.encode()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            if os.getsid(int(entry.name)) == session:
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
                 os.kill(int(entry.name), how)
-        except (ProcessLookupError, PermissionError):
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
 
 
