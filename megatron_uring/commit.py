@@ -13,14 +13,16 @@ Protocol
    parent, writes the index under a temporary name and syncs it.
 5. If another save has been committed here since 1, this one gives way. **rename to index.h5: the
    commit point.** The directory is synced.
-6. `metadata.json` and `common.pt` are replaced, each written beside, synced, renamed.
+6. `metadata.json` and `common.pt` are replaced, each written beside, synced, renamed. A Megatron
+   that keeps no `common.pt` (0.19 and later) would take one for its own: there it is removed.
 7. Files of our own with another save id are deleted.
 
 Guarantees
 ----------
 - A crash before 5 leaves the previous checkpoint of the directory, untouched; after 5 the new one
   is whole.
-- Only names of `layout.save_id_of` are ever deleted: the directory holds others' files too.
+- Only names of `layout.save_id_of`, and a superseded `common.pt`, are ever deleted: the directory
+  holds others' files too.
 - If it cannot be known whether the rename happened, nothing is deleted.
 """
 
@@ -289,6 +291,15 @@ def discard(directory: str, save_id: str) -> None:
 def replace_common(directory: str, data: bytes, save_id: str) -> None:
     """Step 6: `common.pt`, for tools that read it without us. Our own loading never does."""
     replace_file(directory, COMMON_NAME, data, save_id)
+
+
+def remove_common(directory: str) -> None:
+    """Step 6, where Megatron keeps no `common.pt`: remove that of an earlier save."""
+    path = os.path.join(directory, COMMON_NAME)
+    if os.path.lexists(path):
+        with _translated("remove superseded common state", path):
+            _engine.remove(path)
+            _engine.sync_directory(directory)
 
 
 def resolve_latest(root: str) -> str:

@@ -5,9 +5,9 @@ Guarantees
 - Loading looks at the directory, not at the strategy: ours is read by us, anything else by
   Megatron's own code.
 - No collective is added to loading.
-- The common state is kept under the save id by our save. It reaches ``common.pt`` only after the
-  commit, or, if some other strategy wrote the tensors, right before Megatron's own
-  ``metadata.json``.
+- The common state is kept under the save id by our save. Where Megatron keeps a ``common.pt``, up
+  to 0.18, it reaches that only after the commit, or, if some other strategy wrote the tensors,
+  right before Megatron's own ``metadata.json``.
 - A save that our writer did not see is counted and logged.
 """
 
@@ -204,12 +204,17 @@ def save_config(installed: Any, original: Original, config: Any, checkpoint_dir:
             raise common
         if common is not None:
             commit.replace_file(directory, COMMON_NAME, common, commit.new_save_id())
+        elif versions.has_common_object() and is_ours(checkpoint_dir):
+            commit.remove_common(directory)
         original(config, checkpoint_dir)
         if not _is_remote(checkpoint_dir):
             commit.retire(directory)
 
 
 def _publish_common(directory: str, save_id: str) -> None:
+    if versions.has_common_object():
+        commit.remove_common(directory)
+        return
     index = index_module.read_index(directory)
     if index.common_length >= 0:
         data = commit.read_common(directory, save_id, index.common_length, index.common_crc32c)
@@ -272,6 +277,11 @@ def load_common(
             directory, index.save_id, index.common_length, index.common_crc32c
         )
         return deserialize_object("common state", data, installed.config.allowed_globals)
+
+
+def has_common_file(installed: Any, original: Original, checkpoint_dir: Any) -> Any:
+    """``serialization._legacy_common_state_exists``: whether `load_common` is the one to ask."""
+    return is_ours(checkpoint_dir) or original(checkpoint_dir)
 
 
 def load_tensors_metadata(

@@ -124,6 +124,10 @@ def _loading(version: str) -> Iterator[Point]:
         for module in (_SERIALIZATION, _PACKAGE):  # by name in both
             point = _needed(version, module, None, "load_common_state_dict")
             yield Point(point.owner, point.name, ("routes", "load_common"))
+        # it may have been imported by name before this: then it asks here, and takes `load_common`
+        question = _optional(_SERIALIZATION, None, "_legacy_common_state_exists")
+        if question is not None:
+            yield Point(question.owner, question.name, ("routes", "has_common_file"))
 
 
 def has_common_object() -> bool:

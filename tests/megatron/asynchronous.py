@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import time
@@ -12,7 +13,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-from checking import folder, helpers, main, meet, raised, rank, same, size, start
+from checking import (
+    MegatronCannotError,
+    folder,
+    helpers,
+    main,
+    meet,
+    raised,
+    rank,
+    same,
+    size,
+    start,
+)
 from megatron.core import dist_checkpointing as dc
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
@@ -326,6 +338,8 @@ def check_failures_that_are_only_told() -> None:
 
 
 def check_a_queue_that_is_aborted() -> None:
+    if "abort" not in inspect.signature(AsyncCallsQueue.close).parameters:
+        raise MegatronCannotError("its queue cannot be aborted")
     queue, path = AsyncCallsQueue(), folder("aborted")
     schedule(queue, 1.0, path)
     finish(queue)

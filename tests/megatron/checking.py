@@ -38,6 +38,13 @@ __all__ = ["helpers"]
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 
 
+class MegatronCannotError(Exception):
+    """Raised by a check that has seen this version of Megatron refuse the same without us.
+
+    On all ranks, or the check fails.
+    """
+
+
 def start() -> None:
     """torch.distributed on gloo, with the launcher's ranks."""
     for name, mpi_name in (("RANK", "RANK"), ("WORLD_SIZE", "SIZE")):
@@ -52,6 +59,10 @@ def main(checks: dict[str, Any], begin: Callable[[], None] = start) -> None:
     for name in sys.argv[2:]:
         try:
             checks[f"check_{name}"]()
+        except MegatronCannotError as reason:
+            sys.stdout.write(f"cannot {name}: {reason}\n")
+            meet()
+            continue
         except BaseException:
             sys.stdout.write(f"failed {name} on rank {rank()}\n{traceback.format_exc()}\n")
             sys.stdout.flush()
