@@ -333,7 +333,7 @@ def _check_memory(directory: str, requests: Sequence[Request], in_place: BoolArr
     for number in np.flatnonzero(~in_place).tolist():
         request = requests[number]
         operation = f"restore tensor {request.key!r}"
-        if not tensors.has_memory(request.tensor) and not hasattr(request.tensor, "dequantize"):
+        if not tensors.has_memory(request.tensor) and not tensors.is_quantized(request.tensor):
             raise UnsupportedError(
                 operation,
                 expected="a destination with memory of its own",

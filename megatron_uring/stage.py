@@ -339,7 +339,7 @@ class Destinations:
         with torch.no_grad():
             for given, written in zip(self.given, self.written, strict=True):
                 if given is not written:
-                    given.detach().copy_(written)
+                    tensors.overwrite(given, written)
 
 
 def prepare_destinations(
@@ -381,8 +381,8 @@ def _with_strides(
 
 def _scratch(target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A plain tensor on the CPU with the values of `target`."""
-    if type(target) is not torch.Tensor and hasattr(target, "dequantize"):
-        target = target.dequantize() if target.numel() else target
+    if tensors.is_quantized(target) and target.numel():
+        target = target.dequantize()
     values = target.to("cpu", dtype, copy=True)
     plain = torch.empty(values.shape, dtype=dtype, device="cpu")
     return plain.copy_(values)

@@ -211,8 +211,7 @@ def plain_tensor(key: str, tensor: torch.Tensor) -> torch.Tensor:
     UnsupportedError
         For sparse, meta and nested tensors.
     """
-    # every tensor has a dequantize() that makes float32 of it; quantized classes have their own
-    if type(tensor).dequantize is not torch.Tensor.dequantize:
+    if is_quantized(tensor):
         tensor = tensor.dequantize()
     tensor = tensor.detach()
     if not has_memory(tensor):
@@ -222,6 +221,31 @@ def plain_tensor(key: str, tensor: torch.Tensor) -> torch.Tensor:
             found=f"{tensor.layout} on {tensor.device}",
         )
     return tensor.resolve_conj().resolve_neg()
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether its class has values of higher precision to give and to take (Transformer Engine's
+    Float8Tensor and its like).
+    """
+    # every tensor has a dequantize() that makes float32 of it; quantized classes have their own
+    return type(tensor).dequantize is not torch.Tensor.dequantize
+
+
+def overwrite(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy `values` into `target`, quantizing them where it is quantized; needs ``no_grad``.
+
+    A quantizer with delayed scaling notes the largest value of all that it quantizes, in
+    ``_quantizer.amax``. A load is no training step and must not leave a trace there: the note is
+    put back, as Megatron does from 0.19 on.
+    """
+    if not is_quantized(target):
+        target.detach().copy_(values)
+        return
+    amax = getattr(getattr(target, "_quantizer", None), "amax", None)
+    kept = amax.detach().clone() if isinstance(amax, torch.Tensor) else None
+    target.copy_(values)
+    if kept is not None:
+        amax.copy_(kept)  # type: ignore[union-attr]
 
 
 def shape_of(key: str, tensor: torch.Tensor) -> tuple[int, ...]:
