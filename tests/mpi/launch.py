@@ -62,11 +62,12 @@ def run_torchrun(
     env: Mapping[str, str] | None = None,
     timeout_s: float = 60.0,
     ok: bool = True,
+    python: str | Path = sys.executable,
 ) -> Finished:
-    """`script` under ``torchrun --nproc-per-node size``."""
+    """`script` under ``torchrun --nproc-per-node size`` of that interpreter."""
     rendezvous = free_rendezvous()
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)),
+        *(str(python), "-m", "torch.distributed.run", "--nproc-per-node", str(size)),
         *("--master-addr", rendezvous["MASTER_ADDR"], "--master-port", rendezvous["MASTER_PORT"]),
         *(str(script), *arguments),
     ]
