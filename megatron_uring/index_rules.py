@@ -243,13 +243,17 @@ def check_objects(contents: Contents, tensor_keys: tuple[str, ...]) -> None:
     problem = None
     for key in contents.object_keys:
         if key in seen:
-            problem = (key, "two", "two ranks save an object under the same key")
+            problem = (key, "two", "put the rank into the key, or give it on one rank only")
         elif key in tensors:
-            problem = (key, "a tensor of that key too", "on another rank")
+            problem = (key, "a tensor of that key too", "perhaps on another rank")
         seen.add(key)
     for key in contents.replicas:
         if key not in seen:
-            problem = (key, "none", "rank 0 writes replicated objects, and does not have it")
+            problem = (
+                key,
+                "none: rank 0 writes replicated objects, and does not have it",
+                "what differs between ranks goes into an ObjectProvider, with the rank in its key",
+            )
     if problem is not None:
         key, found, cause = problem
         raise StateMismatchError(

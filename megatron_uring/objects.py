@@ -51,22 +51,30 @@ def serialize_object(key: str, value: object, allowed_globals: Sequence[str] = (
         torch.save(value, buffer)
     except Exception as error:
         raise StateMismatchError(
-            f"save object {key!r}", found=class_name(value), cause=_reason(error)
+            f"save object {key!r}",
+            found=class_name(value),
+            cause=cure_for(value) or _reason(error),
         ) from error
     data = buffer.getvalue()
-    prove_loadable(key, data, allowed_globals, found=class_name(value))
+    prove_loadable(key, data, allowed_globals, found=class_name(value), cure=cure_for(value))
     return data
 
 
 def prove_loadable(
-    key: str, data: bytes, allowed_globals: Sequence[str] = (), *, found: str | None = None
+    key: str,
+    data: bytes,
+    allowed_globals: Sequence[str] = (),
+    *,
+    found: str | None = None,
+    cure: str | None = None,
 ) -> None:
     """Load what ``torch.save`` made, on trial, without running any code of it.
 
     Raises
     ------
     StateMismatchError
-        Naming `key`, and `found` as its class, if that needs more than ``weights_only=True``.
+        Naming `key`, and `found` as its class, if that needs more than ``weights_only=True``; with
+        `cure`, if there is one better than to allow the class.
     """
     try:
         _load_safely(data, allowed_globals)
@@ -74,7 +82,7 @@ def prove_loadable(
         raise
     except Exception as error:
         raise StateMismatchError(
-            f"save object {key!r}", found=found, cause=_reason(error)
+            f"save object {key!r}", found=found, cause=cure or _reason(error)
         ) from error
 
 
@@ -124,6 +132,13 @@ def _import_global(name: str) -> Any:
 def class_name(value: object) -> str:
     """``module.name`` of the class of `value`."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def cure_for(value: object) -> str | None:
+    """What to save in the place of a module, an optimizer and their like; None of anything else."""
+    if callable(getattr(type(value), "state_dict", None)):
+        return "save its .state_dict()"
+    return None
 
 
 def _reason(error: Exception) -> str:

@@ -140,7 +140,8 @@ def _check_exact_cover(
             expected="exactly one owner of each element",
             found=f"two: {describe_shard(owned, left)} on rank {rank[left]} and "
             f"{describe_shard(owned, right)} on rank {rank[right]}",
-            cause="both are marked as the main replica; check replica_id",
+            cause="both write it: of a Shard that several ranks hold one has owner=True; or "
+            "check Megatron's replica_id",
         )
     covered = int(np.prod(high - low, axis=1, dtype=np.int64).sum()) if len(rows) else 0
     wanted = math.prod(shards.global_shape[first].tolist())
@@ -187,7 +188,8 @@ def _raise_uncovered(shards: ShardTable, tensor: int, missing: int, operation: s
         f"{operation}: tensor {shards.keys[tensor]!r}",
         expected="exactly one owner of each element",
         found=f"none for {missing} elements" if missing else "none",
-        cause="no rank holds them as the main replica; check replica_id and the shards' offsets",
+        cause="check each Shard's owner and offset; the plain tensors of a dict are rank 0's to "
+        "write; or check Megatron's replica_id",
     )
 
 

@@ -28,7 +28,7 @@ from megatron_uring.claims import claim
 from megatron_uring.columns import Int64Array
 from megatron_uring.errors import StateMismatchError
 from megatron_uring.nesting import flatten
-from megatron_uring.objects import class_name, serialize_object
+from megatron_uring.objects import class_name, cure_for, serialize_object
 from megatron_uring.shards import ShardTable
 from megatron_uring.tables import Provided
 
@@ -70,17 +70,34 @@ class TensorProvider:
     ----------
     shards
         Pairs of key and `Shard`; a key may come several times, with different pieces.
+
+    Raises
+    ------
+    StateMismatchError
+        For anything else: plain tensors, or a dict of them.
     """
 
     def __init__(self, shards: Iterable[tuple[str, Shard]]) -> None:
         # lists side by side: a tuple kept for each shard would keep the garbage collector busy
         self._keys: list[str] = []
         self._shards: list[Shard] = []
-        for key, shard in shards:
-            self.add(key, shard)
+        if isinstance(shards, Mapping):
+            raise _not_shards("make a TensorProvider", shards)
+        for pair in shards:
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise _not_shards("make a TensorProvider", pair)
+            self.add(*pair)
 
     def add(self, key: str, shard: Shard) -> None:
         """One more."""
+        if not isinstance(shard, Shard) or not isinstance(key, str):
+            raise _not_shards(f"add tensor {key!r}", shard if isinstance(key, str) else key)
+        if not isinstance(shard.tensor, torch.Tensor):
+            raise StateMismatchError(
+                f"add tensor {key!r}",
+                expected="a Shard of a torch.Tensor",
+                found=f"one of {class_name(shard.tensor)}",
+            )
         self._keys.append(key)
         self._shards.append(shard)
 
@@ -150,14 +167,38 @@ class Given:
 
 
 class CompositeProvider:
-    """Several providers as one."""
+    """Several parts of the state as one.
 
-    def __init__(self, providers: Iterable[StateProvider]) -> None:
-        self._providers = list(providers)
+    Parameters
+    ----------
+    parts
+        Providers, and nested dicts as `save` takes them; what is a dict is made a provider of by
+        the save, which knows the rank.
+    """
+
+    def __init__(self, parts: Iterable[StateProvider | Mapping[str, object]]) -> None:
+        if isinstance(parts, Mapping) or not isinstance(parts, Iterable):
+            raise StateMismatchError(
+                "make a CompositeProvider",
+                expected="a list of state providers and dicts",
+                found=class_name(parts),
+                cause="CompositeProvider([{...}, provider])",
+            )
+        self._parts = list(parts)
+
+    def of_rank(self, rank: int, allowed_globals: Sequence[str] = ()) -> CompositeProvider:
+        """The same with each part as the provider that it is on `rank` (`as_provider`)."""
+        return CompositeProvider(as_provider(part, rank, allowed_globals) for part in self._parts)
 
     def collect(self) -> Provided:
-        """Everything that the parts give, in order."""
-        parts = [provider.collect() for provider in self._providers]
+        """Everything that the parts give, in order.
+
+        Raises
+        ------
+        StateMismatchError
+            If a part is a dict: `of_rank` makes a provider of it.
+        """
+        parts = [_require_provider(part).collect() for part in self._parts]
         table = ShardTable.concatenate([part.shards for part in parts])
         width = table.shape.shape[1]
         return Provided(
@@ -195,14 +236,44 @@ class CompositeProvider:
 
 
 def as_provider(state: object, rank: int, allowed_globals: Sequence[str] = ()) -> StateProvider:
-    """`state` as a provider: one already, or a nested dict (`provide_state`)."""
+    """`state` as a provider: one already, or a nested dict (`provide_state`).
+
+    Raises
+    ------
+    StateMismatchError
+        For anything else, saying what to pass in its place.
+    """
     if isinstance(state, Mapping):
         return provide_state(state, rank=rank, allowed_globals=allowed_globals)
+    if isinstance(state, CompositeProvider) and type(state).collect is CompositeProvider.collect:
+        return state.of_rank(rank, allowed_globals)
+    return _CheckedProvider(_require_provider(state))
+
+
+def _require_provider(state: object) -> StateProvider:
     if callable(getattr(state, "collect", None)):
         provider: StateProvider = state  # type: ignore[assignment]
-        return _CheckedProvider(provider)
+        return provider
+    cause = cure_for(state)
+    if isinstance(state, Mapping):
+        cause = "pass the CompositeProvider itself to the save, which knows the rank"
+    elif isinstance(state, list | tuple):
+        cause = "CompositeProvider([...]) makes one of several"
     raise StateMismatchError(
-        "collect state", expected="a dict, or a state provider", found=class_name(state)
+        "collect state",
+        expected="a dict, or a state provider",
+        found=class_name(state),
+        cause=cause,
+    )
+
+
+def _not_shards(operation: str, found: object) -> StateMismatchError:
+    return StateMismatchError(
+        operation,
+        expected="pairs of key and Shard",
+        found=class_name(found),
+        cause="a dict of plain tensors needs no provider: save({...}), or "
+        "CompositeProvider([{...}, provider]) beside one; of a dict of Shards pass its items()",
     )
 
 
@@ -247,7 +318,19 @@ def provide_state(
             shape = tensors.shape_of(key, leaf)
             provider.add(key, Shard(leaf, shape, (0,) * len(shape), owner=rank == 0))
         else:
+            _refuse_provider(key, leaf, allowed_globals)
             objects[key] = leaf
     if rank != 0:
         return CompositeProvider([provider, _ReplicaProvider(objects)])
     return CompositeProvider([provider, ObjectProvider(objects, allowed_globals=allowed_globals)])
+
+
+def _refuse_provider(key: str, leaf: object, allowed_globals: Sequence[str]) -> None:
+    """An object with a `collect` is meant as a provider, unless somebody named its class."""
+    if callable(getattr(type(leaf), "collect", None)) and class_name(leaf) not in allowed_globals:
+        raise StateMismatchError(
+            f"save object {key!r}",
+            expected="tensors, Shards and objects in a dict",
+            found=f"the state provider {class_name(leaf)}",
+            cause="pass CompositeProvider([{...}, provider]) instead",
+        )

@@ -57,17 +57,18 @@ def describe(
         For a dtype that the format does not know.
     """
     count = len(keys)
-    ndim = np.fromiter(map(len, global_shapes), np.int64, count)
-    offset_ndim = np.fromiter(map(len, offsets), np.int64, count)
+    ndim = _lengths(keys, global_shapes, "global shape", operation)
+    offset_ndim = _lengths(keys, offsets, "offset", operation)
     own_ndim, codes, shapes, strides = _measure(tensors)
     odd = (offset_ndim != ndim) | (own_ndim > ndim) | (ndim > MAXIMUM_DIMENSIONS)
     if odd.any():
         row = int(np.argmax(odd))
         raise StateMismatchError(
             f"{operation} tensor {keys[row]!r}",
-            expected=f"global shape and offset of {own_ndim[row]} to {MAXIMUM_DIMENSIONS} "
-            "dimensions",
+            expected="a global shape and an offset of as many numbers, "
+            f"{own_ndim[row]} to {MAXIMUM_DIMENSIONS} of them",
             found=f"global shape {tuple(global_shapes[row])}, offset {tuple(offsets[row])}",
+            cause=f"the tensor has the shape {tuple(tensors[row].shape)}",
         )
     _check_dtypes(keys, tensors, codes, operation)
     width = int(ndim.max()) if count else 0
@@ -83,6 +84,21 @@ def describe(
         _spread(shapes, own, 1),
     )
     return table, _spread(strides, own, 0) * DTYPE_BYTES[codes][:, None]
+
+
+def _lengths(
+    keys: Sequence[str], rows: Sequence[Sequence[int]], name: str, operation: str
+) -> Int64Array:
+    """How many numbers each global shape or offset has, int64 [N]."""
+    try:
+        return np.fromiter(map(len, rows), np.int64, len(rows))
+    except TypeError as error:
+        (row, found), *_ = [(n, one) for n, one in enumerate(rows) if not hasattr(one, "__len__")]
+        raise StateMismatchError(
+            f"{operation} tensor {keys[row]!r}",
+            expected=f"as its {name} a tuple with a number for each dimension",
+            found=repr(found),
+        ) from error
 
 
 def _measure(

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 
 from megatron_uring import ownership, plan
 from megatron_uring.errors import StateMismatchError
+from megatron_uring.index_rules import check_objects
 from megatron_uring.layout import BLOCK_BYTES, DTYPE_BYTES, DTYPE_NAMES, PAGE_BYTES
 from megatron_uring.ownership import check_ownership
 from megatron_uring.shards import ShardTable
-from megatron_uring.tables import Extents, Regions
+from megatron_uring.tables import Contents, Extents, Regions
 
 lengths = st.lists(
     st.one_of(
@@ -257,6 +259,25 @@ def test_what_is_not_covered_exactly_once_is_refused_naming_the_key(path, case):
         check([*rows, *GOOD], owner)
     assert "plan save: tensor 'k/1'" in str(caught.value)
     assert text in str(caught.value)
+    if text.startswith(("two: ", "none")):  # who uses this package alone knows no replica_id
+        assert re.search(r"\(.*Shard.*owner.*Megatron's replica_id", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("given", "replicas", "text"),
+    [
+        (("o", "o"), (), "found two (put the rank into the key, or give it on one rank only)"),
+        (("o",), ("o", "p"), "'p'.*(what differs .* into an ObjectProvider, with the rank in its"),
+        (("w",), (), "'w'.*found a tensor of that key too (perhaps on another rank)"),
+    ],
+)
+def test_an_object_without_one_owner_is_refused_with_what_to_change(given, replicas, text):
+    none = np.zeros(0, np.int64)
+    where = Extents(none.astype(np.int32), none, none)
+    regions = Regions(none, none, none, none, none)
+    pattern = ".*".join(map(re.escape, text.split(".*")))
+    with pytest.raises(StateMismatchError, match=pattern):
+        check_objects(Contents(given, where, regions, replicas), ("w",))
 
 
 def test_two_owners_are_found_where_every_tensor_is_0_d(path):

@@ -2,10 +2,12 @@
 
 import argparse
 import collections
+import dataclasses
 import io
 import pickle
 import re
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import megatron_uring
 from megatron_uring import tensors
 from megatron_uring.errors import StateMismatchError, UnsupportedError
 from megatron_uring.layout import DTYPE_NAMES
@@ -25,9 +28,14 @@ from megatron_uring.providers import (
     ObjectProvider,
     Shard,
     TensorProvider,
+    as_provider,
     provide_state,
 )
 from megatron_uring.tensors import plain_tensor
+
+sys.path.insert(0, str(Path(__file__).parent / "mpi"))
+
+from launch import ROOT, run_processes
 
 
 class Custom:
@@ -166,8 +174,40 @@ def test_prepended_axes_have_size_1():
     ],
 )
 def test_numbers_of_dimensions_that_do_not_fit_are_refused_by_key(tensor, global_shape, offset):
-    with pytest.raises(StateMismatchError, match="'my/key'"):
+    with pytest.raises(StateMismatchError, match="'my/key'") as caught:
         TensorProvider([("my/key", Shard(tensor, global_shape, offset))]).collect()
+    assert f"offset {offset} (the tensor has the shape {tuple(tensor.shape)})" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("global_shape", "offset", "name"), [((8,), 4, "offset"), (8, (4,), "global shape")]
+)
+def test_a_number_in_the_place_of_a_tuple_is_refused_by_key(global_shape, offset, name):
+    fits = ("fits", Shard(torch.zeros(4), (8,), (0,)))
+    wrong = ("my/key", Shard(torch.zeros(4), global_shape, offset))
+    with pytest.raises(StateMismatchError, match=f"'my/key'.*as its {name} a tuple.*found [48]"):
+        TensorProvider([fits, wrong]).collect()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda: {"w": Shard(torch.zeros(2), (2,), (0,))},
+        {"w": torch.zeros(2)}.items,
+        lambda: [torch.zeros(2, 2)],
+        lambda: ["ab"],
+        lambda: [(0, Shard(torch.zeros(2), (2,), (0,)))],
+    ],
+    ids=["dict", "plain tensors", "no pairs", "keys", "numbers"],
+)
+def test_what_is_no_pair_of_key_and_shard_is_refused_with_what_to_do(given):
+    with pytest.raises(StateMismatchError, match=r"pairs of key and Shard.*CompositeProvider\("):
+        TensorProvider(given())
+
+
+def test_a_shard_of_something_else_than_a_tensor_is_refused_by_key():
+    with pytest.raises(StateMismatchError, match=r"'w'.*torch.Tensor, found one of numpy.ndarray"):
+        TensorProvider([("w", Shard(np.zeros(2), (2,), (0,)))])
 
 
 @pytest.mark.parametrize(
@@ -262,6 +302,128 @@ def test_composed_parts_keep_order_and_pad_strides():
     assert provided.strides.tolist() == [[4, 0, 0], [48, 16, 4]]
     assert provided.object_keys == ("o",)
     assert [tuple(tensor.shape) for tensor in provided.tensors] == [(2,), (2, 3, 4)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_dicts_are_composed_beside_providers_however_deep(rank):
+    objects = ObjectProvider({f"o/{rank}": 1})
+    inner = CompositeProvider([{"inner": torch.ones(1)}, objects])
+    provided = as_provider(CompositeProvider([STATE, inner]), rank).collect()
+    assert provided.shards.keys == ("t", "shard", "inner")
+    assert provided.owner.tolist() == [rank == 0, True, rank == 0]
+    replicated = ("n", "deep/o")
+    assert provided.object_keys == (*(() if rank else replicated), f"o/{rank}")
+    assert provided.replicas == (replicated if rank else ())
+
+
+def test_allowed_globals_hold_for_composed_dicts(save, posix, tmp_path):
+    state = CompositeProvider([{"custom": Custom(3)}])
+    with pytest.raises(StateMismatchError, match=r"'custom'.*not allowed"):
+        save(state, tmp_path)
+    config = dataclasses.replace(posix, allowed_globals=[CUSTOM])
+    save(state, tmp_path, config)
+    assert megatron_uring.restore(tmp_path, config=config) == {"custom": Custom(3)}
+
+
+def test_a_composed_provider_that_gives_something_else_is_named(save, tmp_path):
+    class Wrong:
+        def collect(self):
+            return {"a": 1}
+
+    with pytest.raises(StateMismatchError, match=r"from .*Wrong: expected Provided"):
+        save(CompositeProvider([{"b": 1}, Wrong()]), tmp_path)
+
+
+def test_a_subclass_that_collects_in_its_own_way_is_asked(save, posix, tmp_path):
+    class Own(CompositeProvider):
+        def collect(self):
+            return ObjectProvider({"own": 1}).collect()
+
+    save(Own([{"not": "asked"}]), tmp_path)
+    assert megatron_uring.restore(tmp_path, config=posix) == {"own": 1}
+
+
+def test_a_dict_whose_rank_nobody_knows_is_refused():
+    with pytest.raises(StateMismatchError, match="CompositeProvider itself to the save"):
+        CompositeProvider([{"a": 1}]).collect()
+    with pytest.raises(StateMismatchError, match=r"CompositeProvider\(\[\{"):
+        CompositeProvider({"a": 1})
+
+
+@pytest.mark.parametrize(
+    "provider",
+    [lambda: TensorProvider([]), lambda: ObjectProvider({}), lambda: CompositeProvider([])],
+)
+def test_a_provider_inside_a_dict_is_refused_with_what_to_do(save, tmp_path, provider):
+    with pytest.raises(
+        StateMismatchError, match=r"'deep/p'.*state provider.*CompositeProvider\(\[\{\.\.\.\}, pro"
+    ):
+        save({"a": torch.ones(1), "deep": {"p": provider()}}, tmp_path)
+
+
+def test_an_object_with_a_collect_that_is_allowed_is_an_object(save, posix, tmp_path):
+    config = dataclasses.replace(posix, allowed_globals=[f"{__name__}.Collector"])
+    save({"c": Collector()}, tmp_path, config)
+    assert type(megatron_uring.restore(tmp_path, config=config)["c"]) is Collector
+
+
+class Collector:
+    """No provider, in spite of its method."""
+
+    def collect(self):
+        return []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        lambda: torch.nn.Linear(2, 2),
+        lambda: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1),
+    ],
+    ids=["module", "optimizer"],
+)
+def test_a_module_or_optimizer_itself_is_refused_with_what_to_save(save, tmp_path, state):
+    with pytest.raises(StateMismatchError, match=r"torch\..*\(save its \.state_dict\(\)\)"):
+        save(state(), tmp_path)
+    with pytest.raises(StateMismatchError, match=r"'m': found torch\..*\(save its \.state_dict"):
+        save({"m": state()}, tmp_path)
+
+
+def test_a_list_of_parts_is_refused_with_what_to_do(save, tmp_path):
+    with pytest.raises(
+        StateMismatchError, match=r"builtins.list \(CompositeProvider\(\[\.\.\.\]\)"
+    ):
+        save([{"a": 1}], tmp_path)
+
+
+README_PROGRAM = """
+import sys
+import torch
+import megatron_uring
+
+directory, example = sys.argv[1:]
+torch.distributed.init_process_group("gloo")
+rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+model, weight = torch.nn.Linear(2, 1), torch.full((512, 512), float(rank))
+loader = torch.nn.Linear(1, 1)
+torch.nn.init.ones_(model.weight)
+torch.nn.init.constant_(loader.weight, rank)
+exec(compile(example, "README.md", "exec"))
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_the_readmes_example_of_providers_runs_on_two_ranks(tmp_path, posix):
+    text = (ROOT / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(class LoaderState.*?)```", text, re.DOTALL)
+    program = tmp_path / "program.py"
+    program.write_text(README_PROGRAM)
+    run_processes(2, program, str(tmp_path / "c"), example)
+    found = megatron_uring.restore(tmp_path / "c", config=posix)
+    assert found["step"] == 7 and torch.equal(found["model"]["weight"], torch.ones(1, 2))
+    assert found["weight"].reshape(2, -1).unique(dim=1).tolist() == [[0.0], [1.0]]
+    assert [found["loader"][rank]["weight"].item() for rank in ("0", "1")] == [0.0, 1.0]
 
 
 def test_nothing_composed_is_empty():
