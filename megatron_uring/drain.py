@@ -159,13 +159,16 @@ class Drain:
         """Go on as far as that needs no wait; whether all is durable, or the drain has failed."""
         if self._over:
             return True
-        jobs = [region.job for region in self._regions]
-        if not all(job.done() for job in jobs):
+        if not self.ended():
             return False
         if self._error is None:
-            self._error = self._failure(jobs) or self._torn()
+            self._error = self._failure([region.job for region in self._regions]) or self._torn()
         self._end()
         return True
+
+    def ended(self) -> bool:
+        """Whether nothing is written any more; changes nothing, so that any thread may ask."""
+        return all(region.job.done() for region in list(self._regions))
 
     def acknowledged(self) -> bool:
         """Whether nothing is left that only this process has; or the drain has failed."""

@@ -9,6 +9,8 @@ Guarantees
 - `abort` asks no other rank, and leaves the checkpoint that was there before.
 - A `wait` inside of a `wait` of the same save, as a signal handler may call it, is refused. So are
   `poll` and `wait` in a forked child, and in a second thread of several ranks; the save goes on.
+- Who never calls `wait` is told so, once: when another save begins while two are durable and not
+  committed.
 - Saves are finished in any order, the same on all ranks: where ranks poll or wait for different
   ones, all of them raise, and nothing is committed. One that is still pending when the process ends
   is aborted, and said so.
@@ -35,9 +37,11 @@ from megatron_uring.tiered import TieredDrain
 
 _log = logging.getLogger("megatron_uring")
 _SLOW_POLL_S = 1e-3
+_FORGOTTEN = 2  # so many that are written: one may be about to be waited for
 _ID_DIGITS = 15  # of a save id, as many as a positive int64 holds
 _last: dict[str, Report] = {}
 _in_flight: list[PendingSave] = []
+_told: list[bool] = []  # of saves that nobody waits for
 os.register_at_fork(after_in_child=_in_flight.clear)  # the saves are the parent's
 
 
@@ -60,6 +64,8 @@ class PendingSave:
         self._process = os.getpid()
         self._outcome: Report | CheckpointError | None = None
         if saving.lazy:
+            if saving.world.rank == 0:
+                _warn_of_the_forgotten()
             _in_flight.append(self)
 
     def drained(self) -> bool:
@@ -197,6 +203,19 @@ class PendingSave:
 def in_flight() -> list[PendingSave]:
     """Asynchronous saves of this process that are not finished, in the order of their calls."""
     return list(_in_flight)
+
+
+def _warn_of_the_forgotten() -> None:
+    drains = [(one, one._saving.drain) for one in in_flight()]
+    forgotten = [one for one, drain in drains if drain is not None and drain.ended()]
+    if len(forgotten) >= _FORGOTTEN and not _told:
+        _told.append(True)
+        _log.warning(
+            "%d asynchronous saves are written and not committed, the oldest to %s: there is no "
+            "checkpoint before wait() has returned, on all ranks",
+            len(forgotten),
+            forgotten[0].directory,
+        )
 
 
 def finish_in(directory: str) -> None:

@@ -129,6 +129,10 @@ class TieredDrain:
         """Whether all is durable, or the drain has failed; never waits."""
         return self._over.is_set()
 
+    def ended(self) -> bool:
+        """As `advance`."""
+        return self._over.is_set()
+
     def wait(self, report: Report) -> None:
         """Wait until all is durable; raises as `drain.Drain.wait`."""
         self._wait_for(self._over, "write subfile", report)

@@ -1,9 +1,11 @@
 """Asynchronous saves beside other threads, forked children, other options: refused, or safe."""
 
+import dataclasses
 import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -114,6 +116,38 @@ def test_pools_of_other_options_do_not_pile_up(begin, tmp_path):
         megatron_uring.restore(tmp_path / "c0", config=config)
     assert len(stage.running_engines()) <= 6
     stage.close_engines()
+
+
+def test_who_never_waits_is_told_once(begin, caplog, monkeypatch):
+    monkeypatch.setattr(pending, "_told", [])
+    saves = []
+    for value in range(5):
+        saves.append(begin(value, f"c{value}"))
+        while not saves[-1].drained():
+            time.sleep(0.01)
+        lines = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert len(lines) == (value >= 2)
+    assert saves[0].directory in lines[0] and "wait()" in lines[0]
+
+
+@pytest.mark.parametrize("tiered", [False, True])
+def test_who_waits_or_is_not_written_yet_is_not_told(
+    begin, caplog, monkeypatch, tmp_path, staging, tiered
+):
+    monkeypatch.setattr(pending, "_told", [])
+    monkeypatch.setattr(pending, "_FORGOTTEN", 1)
+    config = dataclasses.replace(SMALL, staging_directory=str(staging) if tiered else "")
+    begin(1, "a", config).wait()
+    begin(2, "b", config).abort()
+    slowed = {"count": -1, "path_contains": f"{tmp_path}/c/data-", "delay_s": 0.5}
+    _engine.inject_fault("write", "delay", **slowed)
+    slow = begin(3, "c", config)
+    begin(4, "d", config)
+    assert not slow.drained() and caplog.text == ""
+    while not slow.drained():
+        time.sleep(0.01)
+    begin(5, "e", config).wait()
+    assert f"{tmp_path}/c" in caplog.text
 
 
 def test_a_save_that_is_over_keeps_no_file_open(begin, tmp_path):

@@ -190,19 +190,22 @@ def test_a_number_in_the_place_of_a_tuple_is_refused_by_key(global_shape, offset
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "found"),
     [
-        lambda: {"w": Shard(torch.zeros(2), (2,), (0,))},
-        {"w": torch.zeros(2)}.items,
-        lambda: [torch.zeros(2, 2)],
-        lambda: ["ab"],
-        lambda: [(0, Shard(torch.zeros(2), (2,), (0,)))],
+        ({"w": Shard(torch.zeros(2), (2,), (0,))}, "builtins.dict"),
+        ([("w", torch.zeros(2))], "torch.Tensor"),
+        ([torch.zeros(2, 2)], "torch.Tensor"),
+        (["ab"], "builtins.str"),
+        ([(0, Shard(torch.zeros(2), (2,), (0,)))], "builtins.int"),
     ],
     ids=["dict", "plain tensors", "no pairs", "keys", "numbers"],
 )
-def test_what_is_no_pair_of_key_and_shard_is_refused_with_what_to_do(given):
-    with pytest.raises(StateMismatchError, match=r"pairs of key and Shard.*CompositeProvider\("):
-        TensorProvider(given())
+def test_what_is_no_pair_of_key_and_shard_is_refused_with_what_to_do(given, found):
+    with pytest.raises(
+        StateMismatchError,
+        match=rf"pairs of key and Shard, found {found} .*CompositeProvider\(\[",
+    ):
+        TensorProvider(given)
 
 
 def test_a_shard_of_something_else_than_a_tensor_is_refused_by_key():
