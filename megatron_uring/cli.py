@@ -99,7 +99,7 @@ def probe(directory: str, as_json: bool) -> None:
 def trace(directory: str, output: str | None) -> None:
     """Show where the time of the save in DIRECTORY (or of the newest one under it) went.
 
-    Prints a trace of what each rank did when, for chrome://tracing and https://ui.perfetto.dev.
+    Prints a trace of what each rank did when, for https://ui.perfetto.dev and chrome://tracing.
     """
     sys.exit(_guarded(lambda: _trace(directory, output)))
 
@@ -226,7 +226,9 @@ def _trace(directory: str, output: str | None) -> int:
         click.echo(json_module.dumps(timeline.trace(timeline.read(directory))))
         return 0
     events = timeline.write_trace(directory, output)
-    click.echo(f"{events} events in {output}: open it in chrome://tracing or ui.perfetto.dev")
+    click.echo(
+        f"{events} events in {output}: open it in https://ui.perfetto.dev or chrome://tracing"
+    )
     return 0
 
 

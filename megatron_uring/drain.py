@@ -71,8 +71,9 @@ class Drain:
         Whether the caller goes on while tensors are copied: fences then wait for this drain.
     syncs
         Whether to sync the file behind each region.
-    clock
-        Of the save: seconds count from its begin, and spans are kept there.
+    clock, span
+        Of the save: seconds count from its begin, and spans are kept there, that of the writes
+        under the name `span`.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Drain:
         lazy: bool = False,
         syncs: bool = True,
         clock: Clock | None = None,
+        span: str = "write",
     ) -> None:
         self.engine, self.file, self.config, self.lazy = engine, file, config, lazy
         self.fence_s = self.staged_s = self.drained_s = 0.0
@@ -91,7 +93,7 @@ class Drain:
         self._regions: list[_Region] = []
         self._error: CheckpointError | None = None
         self._over = False
-        self._clock = clock or Clock()
+        self._clock, self._span = clock or Clock(), span
         self._tickets: list[object] = []
 
     # ---------------------------------------------------------------------------------------------
@@ -235,7 +237,7 @@ class Drain:
             written_at = max(job.written_at_s for job in jobs)
             total = sum(region.length for region in self._regions)
             self.staged_s = staged_at - self._clock.began
-            self._clock.add("write", began, written_at, total)
+            self._clock.add(self._span, began, written_at, total)
             self._clock.add("staging", began, staged_at, total)
             if self._syncs:
                 self._clock.add("sync", written_at, max(done_at, written_at))

@@ -117,12 +117,21 @@ class Report:
 
     def line(self) -> str:
         """A save in one line, for a log."""
+        on_node = f"on the node after {self.acknowledged_s:.2f} s, " if self.acknowledged_s else ""
         return (
-            f"saved {self.directory}: {self.state_bytes / 1e9:.2f} GB durable after "
-            f"{self.durable_s:.2f} s ({self.gigabytes_per_s:.2f} GB/s), rank {self.slowest_rank} "
-            f"slowest with {self.slowest_s:.2f} s; this rank was blocked for "
+            f"saved {self.directory}: {_amount(self.state_bytes)} {on_node}durable after "
+            f"{self.durable_s:.2f} s ({_amount(self.gigabytes_per_s * 1e9)}/s), rank "
+            f"{self.slowest_rank} slowest with {self.slowest_s:.2f} s; this rank was blocked for "
             f"{self.blocked_ms:.0f} ms, {self.fence_s * 1e3:.0f} ms of them at fences"
         )
+
+
+def _amount(count: float) -> str:
+    """Bytes for people: what is no tenth of a gigabyte in MB, or kB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size / 10:
+            return f"{count / size:.2f} {unit}"
+    return f"{count / 1e3:.2f} kB"
 
 
 def loaded_versions() -> dict[str, str]:

@@ -203,7 +203,8 @@ class TieredDrain:
                 regions = self.regions
                 began = time.perf_counter()
                 forward(self.engine, copy.source, self.file, regions, self.config, self._move)
-                self._clock.add("forward", began, time.perf_counter())
+                total = sum(length for _, length, _ in regions)
+                self._clock.add("forward", began, time.perf_counter(), total)
                 self._mark(copy)
         except Exception as error:
             self._error = self._error or as_checkpoint_error(
@@ -221,7 +222,7 @@ class TieredDrain:
         regions = [(start, length) for start, length, *_ in self._given]
         try:
             self._copy = copy = tier.reserve(self.engine, config, self._place, regions)
-            self._write(copy.file, config, syncs=False)
+            self._write(copy.file, config, syncs=False, span="write to node")
         except StateMismatchError:
             raise  # a tensor changed: it would be no better written straight
         except CheckpointError as error:
@@ -231,11 +232,13 @@ class TieredDrain:
             return None
         return copy
 
-    def _write(self, file: _engine.File, config: Config, *, syncs: bool = True) -> None:
+    def _write(
+        self, file: _engine.File, config: Config, *, syncs: bool = True, span: str = "write"
+    ) -> None:
         """Write all regions from the tensors to `file`, the subfile or the local copy."""
         self._move(self._moved)
         self._drain = drain = Drain(
-            self.engine, file, config, lazy=True, syncs=syncs, clock=self._clock
+            self.engine, file, config, lazy=True, syncs=syncs, clock=self._clock, span=span
         )
 
         def report(moved: int) -> None:

@@ -38,7 +38,8 @@ _LARGEST_BYTES = 1 << 29
 _LARGEST_NUMBER = 1 << 53  # what JSON numbers hold exactly
 _LONGEST_NAME = 100
 # What native threads do while the caller goes on has a track of its own.
-_NATIVE = frozenset(("write", "staging", "sync", "forward"))
+_NATIVE = frozenset(("write", "write to node", "staging", "sync", "forward"))
+_TRACKS_FROM = 1000
 
 
 # -------------------------------------------------------------------------------------------------
@@ -246,10 +247,12 @@ def _text(value: object) -> str:
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """A timeline in the Trace Event Format, for ``chrome://tracing`` and Perfetto.
+    """A timeline in the Trace Event Format, for Perfetto and ``chrome://tracing``.
 
-    A process stands for each node and two threads for each rank: the caller, whose number is the
-    rank, and the native threads, whose number is the rank behind those of all callers.
+    A process stands for each node, counted from 1, and two threads for each rank: the caller and
+    the native threads. Perfetto sorts by their numbers, whatever sort index they have, and calls a
+    thread with the number of a process its main thread: so both of a rank follow each other, in
+    order of rank, behind the numbers of all nodes.
     """
     shifts = _clock_shifts(timeline)
     zeros = [one.met_us - shifts[one.node] for one in timeline.ranks]
@@ -260,8 +263,9 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     ]
     origin = min(begins, default=0)
     events = list(_names(timeline))
+    first = _first_track(timeline)
     for zero, one in zip(zeros, timeline.ranks, strict=True):
-        events += _spans(one, zero - origin, len(timeline.ranks))
+        events += _spans(one, zero - origin, first + 2 * one.rank)
     began = datetime.fromtimestamp(origin / 1e6, timezone.utc)
     return {
         "traceEvents": events,
@@ -289,24 +293,30 @@ def _clock_shifts(timeline: Timeline) -> dict[int, int]:
     return {node: met_us - first for node, met_us in sorted(earliest.items())}
 
 
+def _first_track(timeline: Timeline) -> int:
+    """Number of the first rank's caller, above those of all nodes: a thousand, up to 999 nodes."""
+    return _TRACKS_FROM * (1 + len(timeline.hosts) // _TRACKS_FROM)
+
+
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """What the tracks are called, and how they are sorted."""
 
     def label(what: str, pid: int, tid: int, **arguments: object) -> dict[str, Any]:
         return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": arguments}
 
+    first = _first_track(timeline)
     for node, host in enumerate(timeline.hosts):
-        yield label("process_name", node, 0, name=f"node {node} ({host})")
-        yield label("process_sort_index", node, 0, sort_index=node)
+        yield label("process_name", node + 1, 0, name=f"node {node} ({host})")
+        yield label("process_sort_index", node + 1, 0, sort_index=node)
     for one in timeline.ranks:
-        native = len(timeline.ranks) + one.rank
-        for number, tid in enumerate((one.rank, native)):
-            name = f"rank {one.rank}" + (" native threads" if number else "")
-            yield label("thread_name", one.node, tid, name=name)
-            yield label("thread_sort_index", one.node, tid, sort_index=2 * one.rank + number)
+        for tid in (first + 2 * one.rank, first + 2 * one.rank + 1):
+            name = f"rank {one.rank}" + (" native threads" if tid % 2 else "")
+            yield label("thread_name", one.node + 1, tid, name=name)
+            yield label("thread_sort_index", one.node + 1, tid, sort_index=tid)
 
 
-def _spans(one: RankSpans, zero_us: int, ranks: int) -> Iterator[dict[str, Any]]:
+def _spans(one: RankSpans, zero_us: int, caller: int) -> Iterator[dict[str, Any]]:
+    """Those of a rank whose caller has the track `caller`."""
     columns = (one.name, one.begin_us, one.end_us, one.moved_bytes)
     for name, begin_us, end_us, moved_bytes in zip(*columns, strict=True):
         native = name in _NATIVE
@@ -314,8 +324,8 @@ def _spans(one: RankSpans, zero_us: int, ranks: int) -> Iterator[dict[str, Any]]
             "ph": "X",
             "name": name,
             "cat": "native" if native else "caller",
-            "pid": one.node,
-            "tid": one.rank + (ranks if native else 0),
+            "pid": one.node + 1,
+            "tid": caller + native,
             "ts": zero_us + begin_us,
             "dur": end_us - begin_us,
         }

@@ -21,6 +21,7 @@ from megatron_uring import Config, _engine, pending, progress, timeline, verify
 from megatron_uring.cli import main
 from megatron_uring.errors import CorruptionError, NotACheckpointError, StorageError
 from megatron_uring.layout import timeline_name
+from megatron_uring.report import Report
 
 sys.path.insert(0, str(Path(__file__).parent / "mpi"))
 
@@ -167,11 +168,15 @@ def test_a_save_in_two_tiers_shows_them_beside_the_caller(world, tmp_path, in_me
     one = megatron_uring.save_async(state, directory, config=config, communicator=world)
     while not one.poll():  # the caller's spans lie within those of the thread
         time.sleep(0.01)
-    one.wait()
+    report = one.wait()
     made = timeline.trace(timeline.read(directory))
     require_trace(made)
-    native = {event["name"] for event in made["traceEvents"] if event.get("cat") == "native"}
-    assert {"write", "staging", "forward"} <= native
+    native = {e["name"]: e for e in made["traceEvents"] if e.get("cat") == "native"}
+    assert {"write to node", "staging", "forward"} <= set(native) and "write" not in native
+    moved = [native[name]["args"] for name in ("write to node", "forward")]
+    assert moved[0]["bytes"] == moved[1]["bytes"] >= 8 << 20
+    assert moved[0]["GB/s"] > 0 < moved[1]["GB/s"] < 0.2  # of 10 ms a MiB
+    assert f" MB on the node after {report.acknowledged_s:.2f} s, durable after " in report.line()
 
 
 def test_spans_of_a_name_are_few_however_often_it_happens(slow_save, monkeypatch):
@@ -342,12 +347,12 @@ def test_ranks_are_shown_beside_each_other_whatever_their_clocks_say(two_ranks, 
     assert kept.ranks[1].met_us - kept.ranks[0].met_us > 3_500_000_000
     made = timeline.trace(kept)
     tracks = require_trace(made)
-    assert set(tracks) == {(0, 0), (1, 1), (0, 2), (1, 3)}
-    for track in ((0, 0), (1, 1)):
+    assert set(tracks) == {(1, 1000), (1, 1001), (2, 1002), (2, 1003)}
+    for track in ((1, 1000), (2, 1002)):
         assert {event["name"] for event in tracks[track]} >= set(CALLER)
-    for track in ((0, 2), (1, 3)):
+    for track in ((1, 1001), (2, 1003)):
         assert {event["name"] for event in tracks[track]} >= {"staging", "write"}
-    ends = [max(e["ts"] + e["dur"] for e in tracks[track]) for track in ((0, 0), (1, 1))]
+    ends = [max(e["ts"] + e["dur"] for e in tracks[track]) for track in ((1, 1000), (2, 1002))]
     assert abs(ends[0] - ends[1]) < 500_000  # both leave the last collective
     shifts = list(made["otherData"]["clock_shift_us"].values())
     assert shifts[0] == 0 and abs(shifts[1] - 3_600_000_000) < 1_000_000
@@ -366,7 +371,7 @@ def test_the_fence_of_the_slow_rank_is_the_longer_one(two_ranks):
 def test_each_save_logs_one_line_on_rank_0(two_ranks):
     lines = [line for line in two_ranks.output.splitlines() if line.startswith("saved ")]
     assert len(lines) == 5, two_ranks.output
-    assert all("GB/s" in line and "blocked for" in line for line in lines)
+    assert all("B/s" in line and "blocked for" in line for line in lines)
     assert sum("rank 1 slowest" in line for line in lines) >= 3
 
 
@@ -414,6 +419,12 @@ def test_ten_thousand_ranks_are_written_and_shown_fast(save, tmp_path, monkeypat
     made = timeline.trace(kept)
     assert time.process_time() - began < 20.0
     assert len(kept.ranks) == 10_000
+    pids = {event["pid"] for event in made["traceEvents"]}
+    tids = {event["tid"]: event["args"]["name"] for event in made["traceEvents"]
+            if event["name"] == "thread_name"}  # fmt: skip
+    assert pids == set(range(1, 1251)) and not pids & set(tids)
+    tracks = [tids[tid] for tid in sorted(tids)]
+    assert tracks[:3] == ["rank 0", "rank 0 native threads", "rank 1"] and len(tracks) == 20_000
     assert sum(event["ph"] == "X" for event in made["traceEvents"]) == 10_000 * len(
         kept.ranks[0].name
     )
@@ -435,7 +446,8 @@ def test_the_command_prints_a_trace_or_writes_it_to_a_file(save, tmp_path):
     done = run("trace", tmp_path / "c", "--output", tmp_path / "t.json")
     assert done.exit_code == 0 and "events in" in done.stdout
     tracks = require_trace(json.loads((tmp_path / "t.json").read_text()))
-    assert {event["name"] for event in tracks[0, 0]} >= set(CALLER)
+    assert {event["name"] for event in tracks[1, 1000]} >= set(CALLER)
+    assert done.stdout.index("perfetto") < done.stdout.index("chrome")
     done = run("trace", tmp_path / "c", "--output", tmp_path / "missing" / "t.json")
     assert done.exit_code == 1 and "write trace" in done.stderr and "missing" in done.stderr
 
@@ -538,6 +550,20 @@ def test_a_synchronous_save_tells_its_numbers_and_one_line(save, tmp_path, caplo
     assert last["gigabytes_per_s"] == pytest.approx(report.state_bytes / 1e9 / report.seconds)
     assert last["slowest_rank"] == 0
     json.dumps(last)
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "text"),
+    [
+        (25e9, "25.00 GB durable after 2.00 s (12.50 GB/s)"),
+        (1e8, "0.10 GB durable after 2.00 s (50.00 MB/s)"),
+        (4e6, "4.00 MB durable after 2.00 s (2.00 MB/s)"),
+        (1000, "1.00 kB durable after 2.00 s (0.50 kB/s)"),
+    ],
+)
+def test_the_line_of_a_small_save_is_no_row_of_zeros(state_bytes, text):
+    report = Report("c", "id", int(state_bytes), 0, 1, 2.0)
+    assert text in report.line() and "on the node" not in report.line()
 
 
 def test_a_clock_that_is_set_back_changes_no_span(monkeypatch):
