@@ -34,6 +34,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import stat
@@ -48,6 +49,8 @@ from megatron_uring.config import Config
 from megatron_uring.errors import StorageError, as_checkpoint_error
 from megatron_uring.layout import subfile_name
 
+_log = logging.getLogger("megatron_uring")
+_inside: set[str] = set()  # staging directories inside of a checkpoint, of which that was said
 _LOCK_NAME = "lock"
 _MARKER_SUFFIX = ".json"
 _SAVE_FOLDER = re.compile(r"^[0-9a-f]{16}$")
@@ -155,7 +158,7 @@ def reserve(
     marker = Marker(place.save_id, directory, place.subfile, place.rank, tuple(regions), 0)
     try:
         root = _root_folder(config.staging_directory, directory)
-        os.makedirs(config.staging_directory, exist_ok=True)
+        _make_staging_directory(config.staging_directory, directory)
         _make_private(os.path.dirname(root))
         _make_private(root)
         name = f"{subfile_name(place.save_id, place.subfile)}.{place.rank}"
@@ -330,6 +333,25 @@ def _root_folder(staging_directory: str, directory: str) -> str:
     root = os.path.dirname(os.path.realpath(directory))
     name = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
     return os.path.join(staging_directory, f"megatron_uring-{os.geteuid()}", name)
+
+
+def _make_staging_directory(staging: str, directory: str) -> None:
+    """Make it, not its parents: those of a disk that is not mounted would fill another one."""
+    if os.path.commonpath([directory, os.path.realpath(staging)]) == directory:
+        if staging not in _inside:
+            _inside.add(staging)
+            why = "it is on the same disk, and is deleted with the checkpoint"
+            _log.warning("staging directory %s lies inside %s: %s", staging, directory, why)
+    try:
+        os.mkdir(staging)
+        _log.info("made staging directory %s", staging)
+    except FileExistsError:
+        pass
+    except FileNotFoundError as error:
+        parent = os.path.dirname(os.path.normpath(staging))
+        raise StorageError(
+            "make staging directory", path=staging, found=f"no directory {parent}"
+        ) from error
 
 
 def _make_private(folder: str) -> None:

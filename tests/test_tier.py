@@ -3,6 +3,7 @@
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -216,3 +217,40 @@ def test_a_staging_directory_that_cannot_be_made_is_an_error(posix, tmp_path):
     place = tier.Place(str(tmp_path / "run" / "x"), SAVE_ID, 0, 0)
     with pytest.raises(StorageError, match="staging directory"):
         tier.reserve(stage.open_engine(config), config, place, REGIONS)
+
+
+def test_a_staging_directory_is_made_and_its_parents_are_not(posix, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="megatron_uring")
+    place = tier.Place(str(tmp_path / "run" / "x"), SAVE_ID, 0, 0)
+    engine = stage.open_engine(posix)
+
+    def reserve(path):
+        config = dataclasses.replace(posix, staging_directory=f"{path}/")
+        return tier.reserve(engine, config, place, REGIONS)
+
+    (tmp_path / "mounted").mkdir()
+    for _ in range(2):
+        reserve(tmp_path / "mounted" / "staging").discard()
+    assert caplog.messages == [f"made staging directory {tmp_path}/mounted/staging/"]
+    missing = tmp_path / "not" / "mounted"
+    with pytest.raises(StorageError, match=f"make staging directory: {missing}/staging/.*found no"):
+        reserve(missing / "staging")
+    with pytest.raises(StorageError, match=f"found no directory {missing}$"):
+        reserve(missing / "staging")
+    assert not (tmp_path / "not").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "warned"), [("x/staging", True), ("x", True), ("xy", False), ("staging", False)]
+)
+def test_a_staging_directory_inside_of_the_checkpoint_is_warned_of_once(
+    posix, tmp_path, caplog, name, warned
+):
+    directory = tmp_path / "x"
+    directory.mkdir()
+    config = dataclasses.replace(posix, staging_directory=str(tmp_path / name))
+    engine = stage.open_engine(posix)
+    for rank in (0, 1):
+        place = tier.Place(str(directory), SAVE_ID, 0, rank)
+        tier.reserve(engine, config, place, REGIONS).discard()
+    assert ["inside" in text for text in caplog.messages] == [True] * warned

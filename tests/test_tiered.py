@@ -178,6 +178,16 @@ def test_a_full_staging_directory_is_left_out(save_tiered, small_disk, saved, po
     assert "No space left on device" in warnings()[0]
 
 
+def test_a_staging_directory_on_a_disk_that_is_not_mounted_is_left_out(
+    save_tiered, saved, posix, warnings, tmp_path
+):
+    disk = tmp_path / "disk"
+    report = save_tiered(state_of(2), saved, staging_directory=str(disk / "staging")).wait()
+    assert report.acknowledged_s == 0.0 and not disk.exists()
+    assert_holds(saved, 2, posix)
+    assert len(warnings()) == 1 and f"found no directory {disk}" in warnings()[0]
+
+
 def test_older_copies_make_room(save_tiered, small_disk, tmp_path, posix, warnings):
     disk = small_disk("8m")
     for value in (1, 2):

@@ -1,5 +1,6 @@
 """Two ranks of a node that save by way of one staging directory, together and each for itself."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -7,8 +8,8 @@ import pytest
 import torch
 
 import megatron_uring
+from megatron_uring import checkpoint, verify
 from megatron_uring import index as index_module
-from megatron_uring import verify
 
 sys.path.insert(0, str(Path(__file__).parent / "mpi"))
 
@@ -137,3 +138,17 @@ def test_the_copies_of_the_last_checkpoint_stay_and_no_others(root):
     subfile = [f"data-{index.save_id}-{number:05d}.bin" for number in index.subfile_number]
     copies = {f"{subfile[0]}.{rank}{end}" for rank in (0, 1) for end in ("", ".json")}
     assert names == {"lock", *copies}
+
+
+def test_one_damaged_copy_leaves_out_all_of_that_restore(root, posix, caplog):
+    near = dataclasses.replace(posix, staging_directory=str(root / "staging"))
+    directory = root / "run" / "last"
+    megatron_uring.restore(directory, config=near)
+    report = checkpoint.last_reports()["restore"]
+    assert report.local_bytes == report.file_bytes and caplog.messages == []
+    copy = sorted((root / "staging").rglob("data-*.1"))[-1]
+    with copy.open("r+b") as file:
+        file.truncate(1 << 20)
+    assert megatron_uring.restore(directory, config=near)["step"] == 6
+    assert checkpoint.last_reports()["restore"].local_bytes == 0
+    assert len(caplog.messages) == 1 and "local copies are left out" in caplog.messages[0]
