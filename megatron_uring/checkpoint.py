@@ -33,7 +33,7 @@ from megatron_uring import (
     tensors,
 )
 from megatron_uring import index as index_module
-from megatron_uring.config import Config
+from megatron_uring.config import Config, config_or_default
 from megatron_uring.errors import MissingKeyError, StateMismatchError
 from megatron_uring.fencing import fence
 from megatron_uring.index_rules import Index
@@ -136,7 +136,7 @@ def _begin(
     lazy: bool,
 ) -> PendingSave:
     """Everything up to the beginning of the writes."""
-    config = config or Config.from_environment()
+    config = config_or_default(config)
     world = communicator or comm.current(config.timeout_s, config.communicator)
     directory = os.fspath(directory)
     if lazy:  # the caller may be somewhere else when it is finished
@@ -205,6 +205,7 @@ def restore(
     """
     if isinstance(keys, str):
         raise StateMismatchError("restore keys", expected="a list of keys", found=repr(keys))
+    config = config_or_default(config)
     clock = Clock()
     directory = commit.resolve_latest(os.fspath(directory))
     index = index_module.read_index(directory)
@@ -259,7 +260,7 @@ def restore_into(
     """
     fence()  # a save may still be copying from what is filled here
     clock = clock or Clock()
-    config = config or Config.from_environment()
+    config = config_or_default(config)
     index = index or index_module.read_index(directory)
     clock.lap("index")
     engine = stage.open_engine(config)

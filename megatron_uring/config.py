@@ -6,13 +6,16 @@ Guarantees
   operator has the last word. A `Config` that is made directly is taken as it is.
 - A variable of ours that nobody knows, a mistyped one, is refused.
 - A value that cannot be used is refused when the `Config` is made, naming option, value and what is
-  allowed.
+  allowed; a name that nobody knows, with the one that was meant.
+- Switches may be given as words or as True and False, paths as text or `os.PathLike`; what a
+  `Config` holds is one of each.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -50,6 +53,24 @@ def _option(default: _Value, help_text: str, choices: tuple[str, ...] = ()) -> _
     return option
 
 
+_Class = TypeVar("_Class", bound=type)
+
+
+def _names_checked(options: _Class) -> _Class:
+    """The same dataclass; a mistyped field is an error of ours, and no TypeError."""
+    made = options.__init__  # type: ignore[misc]  # no instance, and wanted as it is here
+
+    @functools.wraps(made)
+    def checked(self: object, *values: object, **named: object) -> None:
+        known = [option.name for option in dataclasses.fields(options)]
+        _refuse_unknown("make a Config", named, known)
+        made(self, *values, **named)
+
+    options.__init__ = checked  # type: ignore[misc]
+    return options
+
+
+@_names_checked
 @dataclass(frozen=True)
 class Config:
     """How checkpoints are written and read. Each field `x` is also the variable
@@ -98,7 +119,8 @@ class Config:
     staging_bytes: int = _option(
         0,
         "host memory in which each rank stages an asynchronous save; 0: as much as its state, "
-        "within a quarter of what the node has free for each of its ranks",
+        "within a quarter of what the node has free for each of its ranks; never less than "
+        "slab_count slabs",
     )
     verify_staging: str = _option(
         "sampled",
@@ -154,16 +176,17 @@ class Config:
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
-            value, default = getattr(self, option.name), option.default
-            choices = option.metadata["choices"]
+            default, choices = option.default, option.metadata["choices"]
+            value = _as_meant(getattr(self, option.name), default, choices)
+            object.__setattr__(self, option.name, value)
             if choices and value not in choices:
                 raise _refused(option.name, value, "one of " + ", ".join(choices))
             if isinstance(default, bool) and not isinstance(value, bool):
-                raise _refused(option.name, value, "True or False")
+                raise _refused(option.name, value, "on or off, True or False")
             if isinstance(default, tuple) and not _is_text_sequence(value):
                 raise _refused(option.name, value, "a list of module.name")
             if option.name in _BOUNDS:
-                _check_number(option.name, value, isinstance(default, float))
+                _check_number(option.name, value, default)
         staging = self.staging_directory
         if not isinstance(staging, str) or (staging and not os.path.isabs(staging)):
             raise _refused("staging_directory", staging, "an absolute path, or nothing")
@@ -191,6 +214,20 @@ class Config:
             if text is not None:
                 options[name] = _parse(name, text, option.default)
         return cls(**options)  # type: ignore[arg-type]
+
+
+def config_or_default(config: Config | None) -> Config:
+    """`config`, or what the variables say; raises `UnsupportedError` for what is no `Config`."""
+    if config is None:
+        return Config.from_environment()
+    if not isinstance(config, Config):
+        raise UnsupportedError(
+            "read options",
+            expected="a Config",
+            found=type(config).__name__,
+            cause="config=megatron_uring.Config(name=value, ...)",
+        )
+    return config
 
 
 def parse_options(texts: Iterable[str]) -> dict[str, object]:
@@ -229,37 +266,55 @@ def _parse(name: str, text: str, default: object) -> object:
             return float(text)
     except (KeyError, ValueError):
         kind = "on or off" if isinstance(default, bool) else "a number"
+        if "_bytes" in name:
+            kind = f"a whole number of bytes, {_example(default)}"
         raise _refused(name, text, kind) from None
     if isinstance(default, tuple):
         return tuple(part.strip() for part in text.split(",") if part.strip())
     return text
 
 
+def _as_meant(value: object, default: object, choices: tuple[str, ...]) -> object:
+    """`value` as this option has it: a switch given in another way, a path that is an object."""
+    switch = value if isinstance(value, bool) else None
+    if isinstance(value, str) and value not in choices:
+        switch = _SWITCH_WORDS.get(value.strip().lower())
+    if switch is not None and isinstance(default, bool):
+        return switch
+    if switch is not None and choices:
+        word = "on" if switch else "off"
+        return word if word in choices else value
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _example(default: object) -> str:
+    return f"e.g. {default or 2_000_000_000}"
+
+
 def _is_text_sequence(value: object) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
 
 
-def _check_number(name: str, value: object, fraction: bool) -> None:
+def _check_number(name: str, value: object, default: object) -> None:
     least, most = _BOUNDS[name]
+    fraction = isinstance(default, float)
     kinds = (int, float) if fraction else (int,)
     if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
         if fraction:
             raise _refused(name, value, f"a number from {least:g} to {most:g}")
-        unit = " of bytes" if name.endswith("_bytes") else ""
-        raise _refused(name, value, f"a whole number{unit} from {least} to {most}")
+        unit, example = " of bytes", f", {_example(default)}"
+        if "_bytes" not in name:
+            unit = example = ""
+        raise _refused(name, value, f"a whole number{unit} from {least} to {most}{example}")
 
 
 def _refuse_unknown(operation: str, given: Iterable[str], known: Iterable[str]) -> None:
     known = list(known)
     for name in sorted(set(given) - set(known)):
         close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else None
-        raise UnsupportedError(
-            operation,
-            expected="one of " + ", ".join(sorted(known)),
-            found=repr(name),
-            cause=hint,
-        )
+        hint = f"did you mean {close[0]}? " if close else ""
+        all_known = "known are " + ", ".join(sorted(known))
+        raise UnsupportedError(operation, found=repr(name), cause=hint + all_known)
 
 
 def _refused(name: str, value: object, allowed: str) -> UnsupportedError:

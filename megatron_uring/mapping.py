@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from megatron_uring import checkpoint, commit, tensors
 from megatron_uring import index as index_module
-from megatron_uring.config import Config
+from megatron_uring.config import Config, config_or_default
 from megatron_uring.errors import CheckpointError, StateMismatchError
 from megatron_uring.index_rules import Index, PartOfIndex, part_of_index
 from megatron_uring.layout import DTYPE_BYTES, DTYPE_NAMES
@@ -58,7 +58,7 @@ def open_checkpoint(
     """
     resolved = commit.resolve_latest(os.path.abspath(os.fspath(directory)))
     index = index_module.read_index(resolved)
-    return SavedCheckpoint(resolved, index, config or Config.from_environment())
+    return SavedCheckpoint(resolved, index, config_or_default(config))
 
 
 class SavedCheckpoint(Mapping[str, Any]):

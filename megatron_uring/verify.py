@@ -25,7 +25,7 @@ from megatron_uring import _engine, commit, ownership, read, stage
 from megatron_uring import index as index_module
 from megatron_uring.columns import Int64Array, Uint32Array
 from megatron_uring.comm import Communicator
-from megatron_uring.config import Config
+from megatron_uring.config import Config, config_or_default
 from megatron_uring.errors import CheckpointError, CorruptionError
 from megatron_uring.index_rules import Index
 from megatron_uring.layout import BACKEND, BLOCK_BYTES, METADATA_NAME, subfile_name
@@ -86,7 +86,7 @@ def verify(directory: str, world: Communicator, config: Config | None = None) ->
         If there is no index, or none that can be read: nothing else can be proved then.
     """
     began = time.perf_counter()
-    config = config or Config.from_environment()
+    config = config_or_default(config)
     error: CheckpointError | None = None
     root = os.fspath(directory)
     try:

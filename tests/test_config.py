@@ -1,9 +1,14 @@
 """Options: defaults, variables, refusals."""
 
+import copy
 import dataclasses
+import inspect
+import re
+from pathlib import Path
 
 import pytest
 
+import megatron_uring
 from megatron_uring.config import Config, switched_off
 from megatron_uring.errors import UnsupportedError
 
@@ -120,10 +125,84 @@ def test_an_unusable_variable_is_refused_naming_the_variable(name, text):
 
 
 def test_an_unknown_option_is_refused_naming_it_and_the_known_ones():
+    meant = r"found 'slabcount' \(did you mean slab_count\? known are .*engine.*verify_staging"
+    for make in (lambda **o: Config.from_environment({}, **o), Config, megatron_uring.enable):
+        with pytest.raises(UnsupportedError, match=meant):
+            make(slabcount=1)
+    with pytest.raises(UnsupportedError, match=r"found 'x' \(known are aggregation, "):
+        dataclasses.replace(Config(), x=1)
+
+
+def test_a_config_says_which_options_it_takes():
+    names = list(inspect.signature(Config).parameters)
+    assert names == [field.name for field in dataclasses.fields(Config)]
+    assert Config("posix") == Config(engine="posix") == copy.copy(Config(engine="posix"))
+
+
+@pytest.mark.parametrize("name", ["timeline", "verify_first", "allow_dtype_conversion"])
+@pytest.mark.parametrize(
+    ("value", "means"), [("off", False), ("On", True), ("no", False), (True, True), (False, False)]
+)
+def test_a_switch_may_be_a_word_or_a_truth_value(name, value, means):
+    assert getattr(Config(**{name: value}), name) is means
+    assert getattr(Config.from_environment({}, **{name: value}), name) is means
+
+
+@pytest.mark.parametrize("name", ["direct", "probe", "node_sharing"])
+@pytest.mark.parametrize(
+    ("value", "means"), [(True, "on"), (False, "off"), ("TRUE", "on"), ("0", "off"), ("auto",) * 2]
+)
+def test_a_choice_with_on_and_off_may_be_a_truth_value(name, value, means):
+    assert getattr(Config(**{name: value}), name) == means
+    if isinstance(value, str):
+        variable = f"MEGATRON_URING_{name.upper()}"
+        assert getattr(Config.from_environment({variable: value}), name) == means
+
+
+def test_only_what_can_be_off_is_switched_off():
+    assert Config(verify_staging=False).verify_staging == "off"
+    for options in ({"verify_staging": True}, {"engine": False}, {"slab_count": "on"}):
+        with pytest.raises(UnsupportedError, match="read option"):
+            Config(**options)
+
+
+def test_a_staging_directory_may_be_a_path():
+    assert Config(staging_directory=Path("/dev/shm")) == Config(staging_directory="/dev/shm")
+    for path in (Path("relative"), b"/dev/shm"):
+        with pytest.raises(UnsupportedError, match=r"staging_directory.*an absolute path"):
+            Config(staging_directory=path)
+
+
+@pytest.mark.parametrize("text", ["2GB", "2e9", "2_0.5"])
+def test_bytes_in_other_units_are_refused_with_an_example(text):
+    example = r"a whole number of bytes, e\.g\. 2000000000, found " + re.escape(repr(text))
+    for name in ("staging_bytes", "drain_bytes_per_s", "stripe_bytes"):
+        with pytest.raises(UnsupportedError, match=example):
+            Config.from_environment({f"MEGATRON_URING_{name.upper()}": text})
     with pytest.raises(
-        UnsupportedError, match=r"slab_count.*found 'slabcount' .did you mean slab_count"
+        UnsupportedError,
+        match=r"number of bytes from 0 to \d+, e\.g\. 2000000000, found 2000000000\.0",
     ):
-        Config.from_environment({}, slabcount=1)
+        Config(staging_bytes=2e9)
+    with pytest.raises(UnsupportedError, match=r"slab_bytes.* from 1048576 to.*e\.g\. 16777216, f"):
+        Config(slab_bytes="16MB")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path, config: megatron_uring.save({"a": 1}, path, config=config),
+        lambda path, config: megatron_uring.save_async({"a": 1}, path, config=config),
+        lambda path, config: megatron_uring.restore(path, config=config),
+        lambda path, config: megatron_uring.open_checkpoint(path, config=config),
+    ],
+    ids=["save", "save_async", "restore", "open_checkpoint"],
+)
+@pytest.mark.parametrize("config", [{"engine": "posix"}, {}, "posix"])
+def test_what_is_no_config_is_refused(save, tmp_path, call, config):
+    save({"a": 1}, tmp_path)
+    with pytest.raises(UnsupportedError, match=r"expected a Config, found (dict|str) \(config=meg"):
+        call(tmp_path, config)
 
 
 @pytest.mark.parametrize("text", ["off", "OFF", " 0 ", "false", "no"])
@@ -150,7 +229,8 @@ def test_a_mistyped_variable_is_refused_with_the_one_that_was_meant():
 @pytest.mark.parametrize(
     "options",
     [
-        {"verify_first": "off"},
+        {"verify_first": "maybe"},
+        {"verify_first": 1},
         {"allowed_globals": "a.B"},
         {"posix_threads": 10**5},
         {"slab_count": 10**7},

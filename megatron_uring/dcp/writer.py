@@ -31,7 +31,7 @@ from torch.futures import Future
 
 from megatron_uring import checkpoint, comm, pending, providers
 from megatron_uring.comm import Communicator
-from megatron_uring.config import Config
+from megatron_uring.config import Config, config_or_default
 from megatron_uring.dcp.place import Place
 from megatron_uring.errors import (
     StateMismatchError,
@@ -121,7 +121,7 @@ class StorageWriter(Place, storage.StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[storage.WriteResult]]:
         """A whole save, commit included; collective."""
         directory = self.chosen_directory()
-        config = self._config or Config.from_environment()
+        config = config_or_default(self._config)
         state = _PlannedState(plan, planner, config.allowed_globals, self._coordinates)
         with self._communicator(config) as world:
             world.agree(f"{_SAVE} to {directory}")
