@@ -100,7 +100,8 @@ def save_async(
     Parameters of the model and tensors of its optimizers are copied while the caller goes on: until
     then nothing may change, move or free them. Steps of PyTorch optimizers and ``load_state_dict``
     wait for that by themselves; a loop that changes them in another way calls `fence` before it
-    does. Which tensors those are: `lazy`.
+    does. Which tensors those are: `lazy`; those of optimizers that stepped since `enable` or the
+    first call of this, which so copies all by itself.
 
     Parameters
     ----------

@@ -212,7 +212,8 @@ def _warn_of_the_forgotten() -> None:
         _told.append(True)
         _log.warning(
             "%d asynchronous saves are written and not committed, the oldest to %s: there is no "
-            "checkpoint before wait() has returned, on all ranks",
+            "checkpoint before wait() has returned on all ranks, or, with Megatron's queue, "
+            "maybe_finalize_async_calls()",
             len(forgotten),
             forgotten[0].directory,
         )

@@ -348,9 +348,10 @@ def _make_staging_directory(staging: str, directory: str) -> None:
     except FileExistsError:
         pass
     except FileNotFoundError as error:
-        parent = os.path.dirname(os.path.normpath(staging))
+        found = f"no directory {os.path.dirname(os.path.normpath(staging))}"
+        why = "only the last folder is made; is the disk mounted?"
         raise StorageError(
-            "make staging directory", path=staging, found=f"no directory {parent}"
+            "make staging directory", path=staging, found=found, cause=why
         ) from error
 
 

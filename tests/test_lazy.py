@@ -1,5 +1,8 @@
 """Which tensors are copied after a save has returned, and what waits for that."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
@@ -117,6 +120,27 @@ def test_nothing_may_wait_where_no_fence_stands():
         assert not lazy.may_wait([parameter])[0]  # no step was seen
     finally:
         undo()
+
+
+FIRST = """
+import sys
+import torch
+from megatron_uring import Config, save_async
+
+weight = torch.nn.Parameter(torch.ones(1 << 18))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for expected in (0, 1 << 20, 1 << 20):
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    pending = save_async({"w": weight}, sys.argv[1], config=Config(engine="posix", slab_count=2))
+    assert pending.wait().lazy_bytes == expected, expected
+"""
+
+
+def test_the_first_save_of_a_process_copies_all_in_the_call_as_documented(tmp_path):
+    """A step that came before the hooks was not seen."""
+    command = [sys.executable, "-W", "error", "-c", FIRST, str(tmp_path / "c")]
+    subprocess.run(command, check=True, timeout=120)
 
 
 def test_what_may_not_wait_is_copied_before_the_call_returns(trained, world, tmp_path, slow):
