@@ -104,6 +104,31 @@ def trace(directory: str, output: str | None) -> None:
     sys.exit(_guarded(lambda: _trace(directory, output)))
 
 
+@main.command(context_settings=_HELP)
+@click.argument("source", type=click.Path())
+@click.argument("destination", type=click.Path())
+@click.option("--to", required=True, type=click.Choice(["ours", "torch_dist", "safetensors"]))
+@click.option("--keys", multiple=True, metavar="PATTERN", help="only keys that match; repeatable")
+@click.option("--max-file-bytes", type=click.IntRange(1), help="of a safetensors file; 5000000000")
+@click.option("--json", "as_json", is_flag=True, help="print the result as JSON")
+def convert(
+    source: str,
+    destination: str,
+    to: str,
+    keys: tuple[str, ...],
+    max_file_bytes: int | None,
+    as_json: bool,
+) -> None:
+    """Write the checkpoint SOURCE to DESTINATION in another format.
+
+    Its own format is found out: ours, Megatron's torch_dist or torch.distributed.checkpoint's, or
+    safetensors. DESTINATION appears when it is whole and was read back. Under mpirun the ranks
+    share the work.
+    """
+    options = {} if max_file_bytes is None else {"max_file_bytes": max_file_bytes}
+    sys.exit(_guarded(lambda: _convert(source, destination, to, as_json, keys=keys, **options)))
+
+
 @main.command(context_settings={**_HELP, "allow_interspersed_args": False})
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is the name of a module or package")
 @click.option(
@@ -188,6 +213,37 @@ def _print_findings(findings: Any, ranks: int) -> None:
     count = len(findings.problems)
     verdict = ("good", "green") if findings.good else (f"{count} bad", "red")
     console.print(Text.assemble(verdict, f"  {findings.directory}  save {findings.save_id}"))
+
+
+def _convert(source: str, destination: str, to: str, as_json: bool, **options: Any) -> int:
+    from megatron_uring import comm
+    from megatron_uring.config import Config
+    from megatron_uring.convert import convert as convert_checkpoint
+
+    config = Config.from_environment()
+    world = comm.current(config.timeout_s, config.communicator)
+    try:
+        done = convert_checkpoint(
+            source, destination, to, config=config, communicator=world, **options
+        )
+    except CheckpointError:
+        if world.rank == 0:
+            raise
+        return 1
+    if world.rank == 0 and as_json:
+        fields = {**dataclasses.asdict(done), "gigabytes_per_s": done.gigabytes_per_s}
+        click.echo(json_module.dumps(fields, indent=1))
+    elif world.rank == 0:
+        for note in done.notes:
+            click.echo(f"note: {note}")
+        click.echo(
+            f"{done.source_format} to {done.destination_format}: {done.nbytes} bytes in "
+            f"{done.seconds:.2f} s, {done.gigabytes_per_s:.2f} GB/s, read back and equal; "
+            f"{done.tensors} tensors, {done.objects} objects, {done.files} files, "
+            f"{world.size} rank(s): {done.destination}"
+        )
+    world.barrier()
+    return 0
 
 
 def _probe(directory: str, as_json: bool) -> int:

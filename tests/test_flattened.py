@@ -3,11 +3,10 @@
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-flattened = pytest.importorskip("megatron_uring.megatron.flattened")
+from megatron_uring import flattened
 
 
 @settings(max_examples=300, deadline=None)

@@ -25,10 +25,9 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_uring import providers, tensors
+from megatron_uring import flattened, providers, tensors
 from megatron_uring.errors import CheckpointError, StateMismatchError
 from megatron_uring.index_rules import Index
-from megatron_uring.megatron import flattened
 from megatron_uring.providers import Shard
 from megatron_uring.restoring import Request
 from megatron_uring.tables import Provided

@@ -1,0 +1,261 @@
+"""A checkpoint of torch.distributed.checkpoint, as Megatron's ``torch_dist`` is one, as a source.
+
+Guarantees
+----------
+- ``.metadata`` is read as data (`dcp_pickles`), objects and the common state with
+  ``torch.load(weights_only=True)``: no code of the checkpoint is run.
+- Elements are read straight from their place in the ``.distcp`` files, in parts. A tensor whose
+  elements do not lie in row-major order is the exception: it is loaded whole.
+- A path that leads out of the directory is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from megatron_uring import tensors
+from megatron_uring.columns import Uint8Array
+from megatron_uring.config import Config
+from megatron_uring.convert import dcp_pickles
+from megatron_uring.convert.files import Files, FileSource
+from megatron_uring.convert.parts import Catalog
+from megatron_uring.errors import CorruptionError, StateMismatchError, UnsupportedError
+from megatron_uring.layout import COMMON_NAME, METADATA_NAME
+from megatron_uring.objects import deserialize_object, serialize_object
+from megatron_uring.shards import ShardTable
+
+DCP_METADATA_NAME = ".metadata"
+COMMON_OBJECT = "common_state/shard_0_1"
+"""Object that holds the common state from Megatron-Core 0.19 on."""
+_REFORMULATED = "nd_reformulated_orig_global_shape"
+
+
+class TorchDistSource(FileSource):
+    """A `parts.Source` over ``.metadata`` and ``.distcp`` files.
+
+    Raises
+    ------
+    CheckpointError
+        If it cannot be read, or holds what is not known.
+    """
+
+    def __init__(self, directory: str, config: Config) -> None:
+        self._directory, self._config = directory, config
+        path = os.path.join(directory, DCP_METADATA_NAME)
+        files = Files(directory)
+        try:
+            data = files.read_bytes(DCP_METADATA_NAME, 0, os.path.getsize(path))
+            megatron = _megatron(directory)
+            common = None
+            if os.path.exists(os.path.join(directory, COMMON_NAME)):
+                size = os.path.getsize(os.path.join(directory, COMMON_NAME))
+                common = files.read_bytes(COMMON_NAME, 0, size)
+        finally:
+            files.close()
+        metadata = dcp_pickles.read_metadata(data, path)
+        self._stored: dict[Any, Any] = metadata.storage_data
+        self._check_stored(path)
+        shards = _shards(metadata, path)
+        objects = [
+            key
+            for key, each in metadata.state_dict_metadata.items()
+            if isinstance(each, BytesStorageMetadata)
+        ]
+        self.wraps_objects = megatron is not None
+        self._located: dict[int, int | None] = {}
+        self._whole: tuple[int, Uint8Array] | None = None
+        super().__init__(directory, Catalog(shards))
+        if megatron is not None and common is None and COMMON_OBJECT in objects:
+            common = self._common_object()
+            objects.remove(COMMON_OBJECT)
+        planner_data = metadata.planner_data if isinstance(metadata.planner_data, dict) else None
+        self.catalog = Catalog(
+            shards, tuple(objects), common, megatron, planner_data if megatron is None else None
+        )
+
+    def _check_stored(self, path: str) -> None:
+        """Refuse entries that lead elsewhere, or that are stored in ways that are not known."""
+        if not isinstance(self._stored, dict):
+            raise CorruptionError("read source", path=path, found="no storage data")
+        for index, info in self._stored.items():
+            name = str(info.relative_path)
+            if os.path.isabs(name) or ".." in name.split("/"):
+                raise UnsupportedError(
+                    f"read {index.fqn!r}", path=path, expected="a file beside it", found=name
+                )
+            if getattr(info, "transform_descriptors", None):
+                raise UnsupportedError(
+                    f"read {index.fqn!r}",
+                    path=path,
+                    expected="elements as they are",
+                    found=f"transformed by {list(info.transform_descriptors)}",
+                )
+
+    def _common_object(self) -> bytes:
+        allowed = self._config.allowed_globals
+        held: Any = deserialize_object(COMMON_OBJECT, self.object_bytes(COMMON_OBJECT), allowed)
+        return serialize_object("common state", held[0], allowed)
+
+    def object_bytes(self, key: str) -> bytes:
+        """The ``torch.save`` archive of an object, as it is stored."""
+        info = self._info(MetadataIndex(key))
+        return self.files.read_bytes(info.relative_path, info.offset, info.length)
+
+    def read_run(self, row: int, start_bytes: int, into: Uint8Array) -> None:
+        """Fill `into` with the bytes from `start_bytes` of the piece in this row of the catalog."""
+        info = self._info(self._index(row))
+        if row not in self._located:
+            self._located[row] = self._locate(row, info)
+        start = self._located[row]
+        if start is not None:
+            self.files.read(info.relative_path, info.offset + start + start_bytes, into)
+            return
+        if self._whole is None or self._whole[0] != row:
+            self._whole = None
+            self._whole = row, self._load(info)
+        into[:] = self._whole[1][start_bytes : start_bytes + len(into)]
+
+    def _index(self, row: int) -> MetadataIndex:
+        shards = self.catalog.shards
+        offset = torch.Size(shards.offset[row, : shards.ndim[row]].tolist())
+        return MetadataIndex(shards.keys[shards.tensor[row]], offset)
+
+    def _info(self, index: MetadataIndex) -> Any:
+        info = self._stored.get(index) or self._stored.get(MetadataIndex(index.fqn))
+        if info is None:
+            raise CorruptionError(
+                f"read {index.fqn!r}",
+                path=os.path.join(self._directory, DCP_METADATA_NAME),
+                expected=f"a place for the piece at {list(index.offset or ())}",
+                found="none",
+            )
+        return info
+
+    def _locate(self, row: int, info: Any) -> int | None:
+        """Where in its archive a piece begins; None if it is not one run."""
+        shards = self.catalog.shards
+        path = os.path.join(self._directory, info.relative_path)
+        view = io.BufferedReader(_View(self.files, info), 1 << 16)
+        found = dcp_pickles.read_tensor(view, path, info.offset)
+        shape = tuple(shards.shape[row, : shards.ndim[row]].tolist())
+        dtype = tensors.torch_dtype(int(shards.dtype[row]))
+        if found.shape != shape or found.dtype != dtype:
+            raise CorruptionError(
+                f"read tensor {shards.keys[shards.tensor[row]]!r}",
+                path=path,
+                offset=info.offset,
+                expected=f"{list(shape)} of {dtype}, as {DCP_METADATA_NAME} says",
+                found=f"{list(found.shape)} of {found.dtype}",
+            )
+        return found.start
+
+    def _load(self, info: Any) -> Uint8Array:
+        data = self.files.read_bytes(info.relative_path, info.offset, info.length)
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        flat = loaded.detach().contiguous().reshape(-1).view(torch.uint8)
+        elements: Uint8Array = flat.numpy()
+        return elements
+
+
+class _View(io.RawIOBase):
+    """The bytes of one entry of a ``.distcp`` file."""
+
+    def __init__(self, files: Files, info: Any) -> None:
+        super().__init__()
+        self._files, self._info = files, info
+        self._at: int = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        length = int(self._info.length)
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: length}[whence]
+        self._at = max(base + offset, 0)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = min(len(buffer), int(self._info.length) - self._at)
+        if count <= 0:
+            return 0
+        into = np.frombuffer(buffer, np.uint8)[:count]
+        self._files.read(self._info.relative_path, self._info.offset + self._at, into)
+        self._at += count
+        return count
+
+
+def _megatron(directory: str) -> dict[str, Any] | None:
+    path = os.path.join(directory, METADATA_NAME)
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise CorruptionError("read source", path=path, cause=error) from error
+    return found if isinstance(found, dict) and "sharded_backend" in found else None
+
+
+def _shards(metadata: Any, path: str) -> ShardTable:
+    """A row for each chunk of each tensor."""
+    reformulated = getattr(metadata, "mcore_data", None) or {}
+    keys: list[str] = []
+    number, dtypes, shapes, offsets, sizes = [], [], [], [], []
+    for key, each in metadata.state_dict_metadata.items():
+        if not isinstance(each, TensorStorageMetadata):
+            continue
+        if _REFORMULATED in reformulated.get(key, {}):
+            raise UnsupportedError(
+                f"read tensor {key!r}",
+                path=path,
+                expected="a tensor in its own shape",
+                found="one that Megatron-Core up to 0.15 has flattened",
+                cause="load and save it with megatron_uring.enable()",
+            )
+        code = tensors.DTYPE_CODE.get(each.properties.dtype)
+        if code is None:
+            raise UnsupportedError(f"read tensor {key!r}", path=path, found=each.properties.dtype)
+        for chunk in each.chunks:
+            number.append(len(keys))
+            dtypes.append(code)
+            shapes.append(tuple(each.size))
+            offsets.append(tuple(chunk.offsets))
+            sizes.append(tuple(chunk.sizes))
+        if not each.chunks:
+            raise StateMismatchError(f"read tensor {key!r}", path=path, found="no chunk of it")
+        keys.append(key)
+    ndim = np.array([len(shape) for shape in shapes], np.uint8)
+    width = max((len(shape) for shape in shapes), default=0)
+
+    def column(rows: list[tuple[int, ...]], fill: int) -> Any:
+        table = np.full((len(rows), width), fill, np.int64)
+        for row, values in enumerate(rows):
+            table[row, : len(values)] = values
+        return table
+
+    return ShardTable(
+        tuple(keys),
+        np.array(number, np.int32),
+        np.array(dtypes, np.uint8),
+        ndim,
+        column(shapes, 1),
+        column(offsets, 0),
+        column(sizes, 1),
+    )
