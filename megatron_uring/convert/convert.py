@@ -128,6 +128,8 @@ def convert(
         job = Job(world, opened, catalog, directory, config, max_file_bytes)
         try:
             _WRITERS[to](job)
+            if to != "safetensors":
+                job.note_common()
             files = _read_back(job, to)
             with step(world, "publish destination"):
                 if world.rank == 0:
@@ -201,6 +203,8 @@ def _choose(source: str, to: str, max_file_bytes: int) -> tuple[str, str]:
 
 
 def _wanted(opened: Source, path: str, keys: Sequence[str]) -> Catalog:
+    if isinstance(keys, str):
+        raise UnsupportedError("convert", expected="a list of patterns", found=repr(keys))
     catalog = opened.catalog.filtered(keys)
     if keys and not catalog.shards.keys and not catalog.object_keys:
         raise MissingKeyError(

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,21 +27,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_uring import tensors
-from megatron_uring.columns import Uint8Array
+from megatron_uring import flattened, tensors
+from megatron_uring.columns import Int64Array, Uint8Array
 from megatron_uring.config import Config
 from megatron_uring.convert import dcp_pickles
 from megatron_uring.convert.files import Files, FileSource
 from megatron_uring.convert.parts import Catalog
-from megatron_uring.errors import CorruptionError, StateMismatchError, UnsupportedError
-from megatron_uring.layout import COMMON_NAME, METADATA_NAME
+from megatron_uring.errors import CorruptionError, UnsupportedError
+from megatron_uring.layout import COMMON_NAME, DTYPE_BYTES, METADATA_NAME
 from megatron_uring.objects import deserialize_object, serialize_object
 from megatron_uring.shards import ShardTable
 
 DCP_METADATA_NAME = ".metadata"
 COMMON_OBJECT = "common_state/shard_0_1"
 """Object that holds the common state from Megatron-Core 0.19 on."""
-_REFORMULATED = "nd_reformulated_orig_global_shape"
+_ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 
 
 class TorchDistSource(FileSource):
@@ -66,15 +69,15 @@ class TorchDistSource(FileSource):
         metadata = dcp_pickles.read_metadata(data, path)
         self._stored: dict[Any, Any] = metadata.storage_data
         self._check_stored(path)
-        shards = _shards(metadata, path)
+        shards, self._places = _rows(metadata, path)
         objects = [
             key
             for key, each in metadata.state_dict_metadata.items()
             if isinstance(each, BytesStorageMetadata)
         ]
         self.wraps_objects = megatron is not None
-        self._located: dict[int, int | None] = {}
-        self._whole: tuple[int, Uint8Array] | None = None
+        self._located: dict[MetadataIndex, int | None] = {}
+        self._whole: tuple[MetadataIndex, Uint8Array] | None = None
         super().__init__(directory, Catalog(shards))
         if megatron is not None and common is None and COMMON_OBJECT in objects:
             common = self._common_object()
@@ -114,22 +117,19 @@ class TorchDistSource(FileSource):
 
     def read_run(self, row: int, start_bytes: int, into: Uint8Array) -> None:
         """Fill `into` with the bytes from `start_bytes` of the piece in this row of the catalog."""
-        info = self._info(self._index(row))
-        if row not in self._located:
-            self._located[row] = self._locate(row, info)
-        start = self._located[row]
+        place = self._places[row]
+        info = self._info(place.index)
+        if place.index not in self._located:
+            self._located[place.index] = self._locate(row, info)
+        begin = start_bytes + place.first * int(DTYPE_BYTES[self.catalog.shards.dtype[row]])
+        start = self._located[place.index]
         if start is not None:
-            self.files.read(info.relative_path, info.offset + start + start_bytes, into)
+            self.files.read(info.relative_path, info.offset + start + begin, into)
             return
-        if self._whole is None or self._whole[0] != row:
+        if self._whole is None or self._whole[0] != place.index:
             self._whole = None
-            self._whole = row, self._load(info)
-        into[:] = self._whole[1][start_bytes : start_bytes + len(into)]
-
-    def _index(self, row: int) -> MetadataIndex:
-        shards = self.catalog.shards
-        offset = torch.Size(shards.offset[row, : shards.ndim[row]].tolist())
-        return MetadataIndex(shards.keys[shards.tensor[row]], offset)
+            self._whole = place.index, self._load(info)
+        into[:] = self._whole[1][begin : begin + len(into)]
 
     def _info(self, index: MetadataIndex) -> Any:
         info = self._stored.get(index) or self._stored.get(MetadataIndex(index.fqn))
@@ -144,18 +144,17 @@ class TorchDistSource(FileSource):
 
     def _locate(self, row: int, info: Any) -> int | None:
         """Where in its archive a piece begins; None if it is not one run."""
-        shards = self.catalog.shards
+        place = self._places[row]
         path = os.path.join(self._directory, info.relative_path)
         view = io.BufferedReader(_View(self.files, info), 1 << 16)
         found = dcp_pickles.read_tensor(view, path, info.offset)
-        shape = tuple(shards.shape[row, : shards.ndim[row]].tolist())
-        dtype = tensors.torch_dtype(int(shards.dtype[row]))
-        if found.shape != shape or found.dtype != dtype:
+        dtype = tensors.torch_dtype(int(self.catalog.shards.dtype[row]))
+        if found.shape != place.sizes or found.dtype != dtype:
             raise CorruptionError(
-                f"read tensor {shards.keys[shards.tensor[row]]!r}",
+                f"read tensor {place.index.fqn!r}",
                 path=path,
                 offset=info.offset,
-                expected=f"{list(shape)} of {dtype}, as {DCP_METADATA_NAME} says",
+                expected=f"{list(place.sizes)} of {dtype}, as {DCP_METADATA_NAME} says",
                 found=f"{list(found.shape)} of {found.dtype}",
             )
         return found.start
@@ -213,49 +212,81 @@ def _megatron(directory: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and "sharded_backend" in found else None
 
 
-def _shards(metadata: Any, path: str) -> ShardTable:
-    """A row for each chunk of each tensor."""
-    reformulated = getattr(metadata, "mcore_data", None) or {}
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a row of the catalog is: elements from `first` on, in row-major order, of a chunk."""
+
+    index: MetadataIndex
+    sizes: tuple[int, ...]
+    first: int = 0
+
+
+def _rows(metadata: Any, path: str) -> tuple[ShardTable, list[_Place]]:
+    """A row for each chunk of each tensor, and where it is."""
+    flattened_shapes = getattr(metadata, "mcore_data", None) or {}
     keys: list[str] = []
+    places: list[_Place] = []
     number, dtypes, shapes, offsets, sizes = [], [], [], [], []
     for key, each in metadata.state_dict_metadata.items():
         if not isinstance(each, TensorStorageMetadata):
             continue
-        if _REFORMULATED in reformulated.get(key, {}):
-            raise UnsupportedError(
-                f"read tensor {key!r}",
-                path=path,
-                expected="a tensor in its own shape",
-                found="one that Megatron-Core up to 0.15 has flattened",
-                cause="load and save it with megatron_uring.enable()",
-            )
         code = tensors.DTYPE_CODE.get(each.properties.dtype)
         if code is None:
             raise UnsupportedError(f"read tensor {key!r}", path=path, found=each.properties.dtype)
+        whole = tuple(flattened_shapes.get(key, {}).get(_ORIGINAL_SHAPE, each.size))
         for chunk in each.chunks:
-            number.append(len(keys))
-            dtypes.append(code)
-            shapes.append(tuple(each.size))
-            offsets.append(tuple(chunk.offsets))
-            sizes.append(tuple(chunk.sizes))
-        if not each.chunks:
-            raise StateMismatchError(f"read tensor {key!r}", path=path, found="no chunk of it")
+            index = MetadataIndex(key, chunk.offsets)
+            for offset, shape, first in _boxes(chunk, each.size, whole, index):
+                number.append(len(keys))
+                dtypes.append(code)
+                shapes.append(whole)
+                offsets.append(offset)
+                sizes.append(shape)
+                places.append(_Place(index, tuple(chunk.sizes), first))
+        if not number or number[-1] != len(keys):
+            raise CorruptionError(f"read tensor {key!r}", path=path, found="no chunk of it")
         keys.append(key)
-    ndim = np.array([len(shape) for shape in shapes], np.uint8)
-    width = max((len(shape) for shape in shapes), default=0)
-
-    def column(rows: list[tuple[int, ...]], fill: int) -> Any:
-        table = np.full((len(rows), width), fill, np.int64)
-        for row, values in enumerate(rows):
-            table[row, : len(values)] = values
-        return table
-
-    return ShardTable(
+    table = ShardTable(
         tuple(keys),
         np.array(number, np.int32),
         np.array(dtypes, np.uint8),
-        ndim,
-        column(shapes, 1),
-        column(offsets, 0),
-        column(sizes, 1),
+        np.array([len(shape) for shape in shapes], np.uint8),
+        _column(shapes, 1),
+        _column(offsets, 0),
+        _column(sizes, 1),
     )
+    return table, places
+
+
+def _boxes(
+    chunk: Any, size: Any, whole: tuple[int, ...], index: MetadataIndex
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Offset and shape in the tensor of each box that a chunk fills, and its first element there.
+
+    Megatron-Core up to 0.15 saves optimizer state as ranges of flattened shards: what is
+    [X, Y] in shards of [x, y] is stored as [X/x, Y/y, x*y], cut along the last dimension.
+    """
+    if len(size) == len(whole):
+        yield tuple(chunk.offsets), tuple(chunk.sizes), 0
+        return
+    *grid, length = size
+    local = tuple(every // parts for every, parts in zip(whole, grid, strict=True))
+    if math.prod(local) != length or any(one != 1 for one in chunk.sizes[:-1]):
+        raise UnsupportedError(
+            f"read tensor {index.fqn!r}",
+            expected="ranges of flattened shards of one shape",
+            found=f"{list(size)} for {list(whole)}",
+        )
+    corner = [place * step for place, step in zip(chunk.offsets[:-1], local, strict=True)]
+    start, first = chunk.offsets[-1], 0
+    for offset, shape in flattened.boxes(local, start, start + chunk.sizes[-1]):
+        yield tuple(a + b for a, b in zip(corner, offset, strict=True)), shape, first
+        first += math.prod(shape)
+
+
+def _column(rows: list[tuple[int, ...]], fill: int) -> Int64Array:
+    width = max(map(len, rows), default=0)
+    table = np.full((len(rows), width), fill, np.int64)
+    for row, values in enumerate(rows):
+        table[row, : len(values)] = values
+    return table

@@ -23,7 +23,7 @@ from megatron_uring.comm import Communicator
 from megatron_uring.config import Config
 from megatron_uring.convert import parts as parts_module
 from megatron_uring.convert.parts import Catalog, Part, Source, batches
-from megatron_uring.errors import CorruptionError, StateMismatchError
+from megatron_uring.errors import CheckpointError, CorruptionError, StateMismatchError
 from megatron_uring.objects import deserialize_object, prove_loadable, serialize_object
 
 
@@ -144,6 +144,15 @@ class Job:
             prove_loadable(key, data, allowed)
         self.ledger.enter_object(key, data)
         return data
+
+    def note_common(self) -> None:
+        """Say so if the common state loads only where more classes are allowed than here."""
+        if self.catalog.common is None:
+            return
+        try:
+            prove_loadable("common state", self.catalog.common, self.config.allowed_globals)
+        except CheckpointError as error:
+            self.notes.append(f"the common state went along as it is, unread: {error.cause}")
 
     def path(self, name: str) -> str:
         """Of a file of the target."""
