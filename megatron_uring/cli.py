@@ -129,6 +129,18 @@ def convert(
     sys.exit(_guarded(lambda: _convert(source, destination, to, as_json, keys=keys, **options)))
 
 
+@main.command(context_settings=_HELP)
+@click.argument("directory", type=click.Path())
+@click.option("--output", type=click.Path(dir_okay=False), help="default: view.h5 in DIRECTORY")
+@click.option("--relative", is_flag=True, help="name files relative to the view; see the docs")
+def view(directory: str, output: str | None, relative: bool) -> None:
+    """Write an HDF5 file that shows the checkpoint in DIRECTORY (or the newest one under it).
+
+    Its datasets lie in the checkpoint's own files: nothing is copied, and any HDF5 tool reads them.
+    """
+    sys.exit(_guarded(lambda: _view(directory, output, relative)))
+
+
 @main.command(context_settings={**_HELP, "allow_interspersed_args": False})
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is the name of a module or package")
 @click.option(
@@ -243,6 +255,19 @@ def _convert(source: str, destination: str, to: str, as_json: bool, **options: A
             f"{world.size} rank(s): {done.destination}"
         )
     world.barrier()
+    return 0
+
+
+def _view(directory: str, output: str | None, relative: bool) -> int:
+    from megatron_uring import view as view_module
+
+    done = view_module.write_view(directory, output, relative=relative)
+    if done.as_bytes:
+        keys = ", ".join(done.as_bytes[:5]) + (", ..." if len(done.as_bytes) > 5 else "")
+        click.echo(f"note: HDF5 has no such dtype, shown as bytes: {keys}")
+    click.echo(
+        f"{done.tensors} tensors in {done.shards} shards, {done.objects} objects: {done.path}"
+    )
     return 0
 
 

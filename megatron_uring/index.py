@@ -1,4 +1,4 @@
-"""The HDF5 index, in both directions; the only importer of h5py.
+"""The HDF5 index, in both directions; beside `view` the only importer of h5py.
 
 Guarantees
 ----------
