@@ -15,14 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from megatron_uring import _engine
 from megatron_uring.columns import Uint8Array
 from megatron_uring.comm import Communicator
 from megatron_uring.config import Config
 from megatron_uring.convert import parts as parts_module
-from megatron_uring.convert.parts import Catalog, Part, Source, batches
+from megatron_uring.convert.parts import Catalog, Part, Scratch, Source, batches
 from megatron_uring.errors import CheckpointError, CorruptionError, StateMismatchError
 from megatron_uring.objects import deserialize_object, prove_loadable, serialize_object
 
@@ -55,7 +53,7 @@ class Ledger:
         """
         number = 0
         for batch, at, size in batches(self._parts, parts_module.WINDOW_BYTES):
-            buffer = np.empty(size, np.uint8)
+            buffer = job.scratch.take(size)
             target.fill(batch, buffer, at)
             job.moved(size)
             for part, place in zip(batch, at, strict=True):
@@ -102,6 +100,7 @@ class Job:
     max_file_bytes: int
     ledger: Ledger = field(default_factory=Ledger)
     notes: list[str] = field(default_factory=list)
+    scratch: Scratch = field(default_factory=Scratch)
     moved_bytes: int = 0
 
     def moved(self, count: int) -> None:

@@ -132,6 +132,20 @@ class Part:
             yield within, shape, slice(begin, at)
 
 
+class Scratch:
+    """Memory for one window at a time, kept: what is taken is only good until the next is."""
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> Uint8Array:
+        """So many bytes, of any content."""
+        if len(self._buffer) < size:
+            self._buffer = np.empty(0, np.uint8)  # not both at once
+            self._buffer = np.empty(size, np.uint8)
+        return self._buffer[:size]
+
+
 def part_of(table: ShardTable, row: int, start: int = 0, stop: int | None = None) -> Part:
     """Elements of a row of `table`; all of them by default."""
     ndim = int(table.ndim[row])

@@ -18,7 +18,7 @@ from megatron_uring import commit, stage, write
 from megatron_uring.columns import Uint8Array, Uint32Array
 from megatron_uring.convert import parts as parts_module
 from megatron_uring.convert.job import Job
-from megatron_uring.convert.parts import part_of, share
+from megatron_uring.convert.parts import Scratch, part_of, share
 from megatron_uring.dcp import PLANNER_KEY
 from megatron_uring.drain import Drain
 from megatron_uring.layout import (
@@ -96,6 +96,7 @@ class _Windows(Drain):
         self._rows = filled[np.argsort(start[filled], kind="stable")]
         self._start = start[self._rows]
         self._stop = self._start + shards.lengths()[self._rows]
+        self._spare = [Scratch(), Scratch()]
         self._written: list[tuple[int, int, Uint32Array]] = []
 
     def wait(self, report: Callable[[int], None]) -> None:
@@ -139,7 +140,9 @@ class _Windows(Drain):
 
     def _read(self, at: int, count: int) -> Uint8Array:
         """The bytes of the window [at, at + count) of the subfile."""
-        buffer = np.zeros(count, np.uint8)
+        self._spare.reverse()  # of the two one is being written
+        buffer = self._spare[0].take(count)
+        buffer[:] = 0
         if not at and self._saving.is_aggregator:
             head = Superblock(self._saving.save_id, self._saving.number).pack()
             buffer[: len(head)] = np.frombuffer(head, np.uint8)

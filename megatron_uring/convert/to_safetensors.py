@@ -60,7 +60,7 @@ def _write_file(job: Job, tensors: ShardTable, file: layout.PlannedFile) -> None
         try:
             _write_all(descriptor, memoryview(file.header))
             for batch, at, size in batches(parts(), parts_module.WINDOW_BYTES, 1):
-                buffer = np.empty(size, np.uint8)
+                buffer = job.scratch.take(size)
                 job.read(batch, at, buffer)
                 _write_all(descriptor, buffer.data)
             os.fsync(descriptor)

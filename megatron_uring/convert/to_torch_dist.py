@@ -83,19 +83,17 @@ def _write_file(job: Job, parts: list[Part]) -> list[_Entry]:
 
 
 def _save(tensor: torch.Tensor, file: BinaryIO) -> None:
-    # torch keeps of an archive the storage that a tensor is a view of: here that is all of it
+    # torch saves the whole storage that a tensor is a view of: here there is no more of it
     assert tensor.untyped_storage().nbytes() == tensor.nbytes
     torch.save(tensor, file)
 
 
 def _tensors(job: Job, parts: list[Part]) -> Iterator[tuple[Part, torch.Tensor]]:
     for batch, at, size in batches(parts, parts_module.WINDOW_BYTES):
-        buffer = np.empty(size, np.uint8)
+        buffer = job.scratch.take(size)
         job.read(batch, at, buffer)
         for part, place in zip(batch, at, strict=True):
             own = torch.from_numpy(buffer[place : place + part.nbytes])
-            if len(batch) > 1:
-                own = own.clone()
             yield part, own.view(tensors.torch_dtype(part.dtype)).view(part.shape)
 
 
