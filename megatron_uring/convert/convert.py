@@ -5,7 +5,7 @@ Guarantees
 - The target appears under its name only when it is whole, durable, and was read back and compared
   with what was read from the source; until then it is a hidden folder beside it. What is there
   already is never replaced: only a missing or an empty directory is taken.
-- A rank holds two windows of tensors and the engine's pool at a time (`parts.WINDOW_BYTES`),
+- A rank holds three windows of tensors (`parts.WINDOW_BYTES`) and the engine's pool at most,
   however large the state or a tensor is; its share of the objects is in memory.
 - Collective: ranks share the work, and an error on one is raised on all.
 - Nothing of the source is run, and nothing of it is written.

@@ -24,7 +24,7 @@ from megatron_uring.layout import DTYPE_BYTES
 from megatron_uring.shards import ShardTable
 
 WINDOW_BYTES = 64 << 20
-"""Most bytes of tensors that a rank holds at a time; a multiple of 1 MiB."""
+"""Bytes of tensors that are read and written at a time; a multiple of 1 MiB."""
 _ALIGNMENT_BYTES = 16  # of a part in a buffer: the largest element
 
 
