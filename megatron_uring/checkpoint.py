@@ -189,8 +189,9 @@ def restore(
         The structure wanted: tensors, DTensors and `Shard` leaves are filled in place, other leaves
         replaced by the saved objects. None: everything, in new tensors on the CPU.
     keys
-        Without `state`, only these keys (see `nesting.flatten` for how nested keys are
-        written); ``open_checkpoint(directory).matching(pattern)`` gives those of a pattern.
+        Only these keys (see `nesting.flatten` for how nested keys are written). A `state` that is
+        given must have each of them; its other leaves stay as they are.
+        ``open_checkpoint(directory).matching(pattern)`` gives those of a pattern.
     config
         Default: from the ``MEGATRON_URING_*`` variables.
 
@@ -206,15 +207,22 @@ def restore(
     """
     if isinstance(keys, str):
         raise StateMismatchError("restore keys", expected="a list of keys", found=repr(keys))
+    if state is not None and not isinstance(state, Mapping):
+        found = f"{type(state).__module__}.{type(state).__qualname__}"
+        raise StateMismatchError("restore state", expected="a dict to fill", found=found)
     config = config_or_default(config)
     clock = Clock()
     directory = commit.resolve_latest(os.fspath(directory))
     index = index_module.read_index(directory)
     clock.lap("index")
-    leaves = dict(flatten(state)) if state is not None else _empty_leaves(directory, index, keys)
+    if state is None:
+        wanted = leaves = _empty_leaves(directory, index, keys)
+    else:
+        leaves = dict(flatten(state))
+        wanted = leaves if keys is None else _selected(leaves, keys)
     clock.lap("allocate")
     requests, object_keys = [], []
-    for key, leaf in leaves.items():
+    for key, leaf in wanted.items():
         if tensors.is_tensor(leaf) or isinstance(leaf, providers.Shard):
             requests += _request(key, leaf)
         else:
@@ -293,6 +301,19 @@ def missing_key(operation: str, key: object, directory: str, index: Index) -> Mi
         expected="a key of the checkpoint",
         found=plan.similar_keys(str(key), [*index.shards.keys, *index.object_keys]),
     )
+
+
+def _selected(leaves: Mapping[str, object], keys: Iterable[str]) -> dict[str, object]:
+    """Those leaves of a given state that are wanted."""
+    wanted = list(keys)
+    for key in wanted:
+        if key not in leaves:
+            raise MissingKeyError(
+                f"restore key {key!r}",
+                expected="a key of the given state",
+                found=plan.similar_keys(str(key), list(leaves)),
+            )
+    return {key: leaves[key] for key in wanted}
 
 
 def _empty_leaves(directory: str, index: Index, keys: Iterable[str] | None) -> dict[str, object]:

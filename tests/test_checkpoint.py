@@ -10,7 +10,12 @@ import torch
 
 import megatron_uring
 from megatron_uring import Config, Shard, StateMismatchError, checkpoint, index, providers
-from megatron_uring.errors import NotACheckpointError, StorageError, UnsupportedError
+from megatron_uring.errors import (
+    MissingKeyError,
+    NotACheckpointError,
+    StorageError,
+    UnsupportedError,
+)
 from megatron_uring.layout import DTYPE_NAMES, timeline_name
 
 DTYPES = [name for name in DTYPE_NAMES if hasattr(torch, name)]
@@ -262,6 +267,23 @@ def test_only_the_wanted_keys_are_read(save, posix, tmp_path):
     assert restored["w"]["small"].tolist() == [0, 1, 2] and restored["o"] == 1
     assert "big" not in restored
     assert checkpoint.last_reports()["restore"].file_bytes <= 4 << 20
+
+
+def test_of_a_given_state_only_the_wanted_keys_are_filled(save, posix, tmp_path):
+    save({"a": torch.ones(2), "n": {"b": torch.ones(3), "step": 7}}, tmp_path)
+    state = {"a": torch.zeros(2), "n": {"b": torch.zeros(3), "step": 0, "mine": "kept"}}
+    found = megatron_uring.restore(tmp_path, state, keys=["n/b", "n/step"], config=posix)
+    assert found["n"]["b"] is state["n"]["b"] and state["n"]["b"].tolist() == [1, 1, 1]
+    assert found["n"]["step"] == 7 and found["n"]["mine"] == "kept"
+    assert found["a"].tolist() == [0, 0]
+    with pytest.raises(MissingKeyError, match=r"'n/stepp'.*given state.*'n/step'"):
+        megatron_uring.restore(tmp_path, state, keys=["n/stepp"], config=posix)
+
+
+def test_a_state_to_fill_that_is_no_dict_is_refused(save, posix, tmp_path):
+    save({"a": torch.ones(2)}, tmp_path)
+    with pytest.raises(StateMismatchError, match=r"a dict to fill.*TensorProvider"):
+        megatron_uring.restore(tmp_path, providers.TensorProvider(()), config=posix)
 
 
 def test_shards_are_resharded(save, config, tmp_path, random_tensor):
