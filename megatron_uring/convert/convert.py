@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_uring import _engine, comm, commit
-from megatron_uring.config import Config
+from megatron_uring.config import Config, config_or_default
 from megatron_uring.convert import safetensors_layout, to_ours, to_safetensors, to_torch_dist
 from megatron_uring.convert.from_ours import OurSource
 from megatron_uring.convert.from_safetensors import SafetensorsSource
@@ -116,7 +116,7 @@ def convert(
         On every rank, whichever rank it happened on; the destination is as it was then.
     """
     began = time.perf_counter()
-    config = config or Config.from_environment()
+    config = config_or_default(config)
     world = communicator or comm.current(config.timeout_s, config.communicator)
     target = os.path.realpath(os.fspath(destination))
     with together(world):
