@@ -185,8 +185,10 @@ def ended(root, record_property):
     """A run by its name, which must have ended well unless it is not to."""
     if SITE is None:
         pytest.skip("megatron-core: the wheel of this version has no megatron.training")
-    found = metadata.distributions(name="megatron-core", path=[str(SITE)])
-    record_property("megatron-core", next(iter(found)).version)
+    version = next(iter(metadata.distributions(name="megatron-core", path=[str(SITE)]))).version
+    record_property("megatron-core", version)
+    if version.startswith(("0.17.", "0.18.")):
+        pytest.skip("pretrain() takes other arguments than pretrain.py gives it")
 
     def find(name, well=True):
         run = all_runs(root)[name]
