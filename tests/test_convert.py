@@ -34,6 +34,7 @@ import megatron_uring
 from megatron_uring import Config, cli, providers, tensors
 from megatron_uring.convert import convert, parts, safetensors_layout
 from megatron_uring.convert import convert as convert_module
+from megatron_uring.convert.files import Files
 from megatron_uring.errors import (
     CorruptionError,
     MissingKeyError,
@@ -176,6 +177,24 @@ def test_each_direction_gives_the_tensors_in_memory(
     assert not list(tmp_path.glob(".*")), "something was left beside it"
     if to == "ours":
         assert CliRunner().invoke(cli.main, ["verify", str(target)]).exit_code == 0
+
+
+def test_what_lies_between_tensors_of_ours_is_zero(ours, safe, tmp_path, world):
+    convert(safe, tmp_path / "t", "ours", config=CONFIG, communicator=world)
+    index = megatron_uring.index.read_index(str(tmp_path / "t"))
+    data = bytearray(next((tmp_path / "t").glob("data-*")).read_bytes())
+    extents, regions = index.shard_extents, index.regions
+    data[:4096] = bytes(4096)  # the superblock, which has its own rule
+    for start, length in zip(extents.start.tolist(), extents.length.tolist(), strict=True):
+        data[start : start + length] = bytes(length)
+    assert not any(data[: regions.start[1:].min()])
+
+
+def test_each_tensor_of_a_safetensors_file_is_aligned(ours, state, tmp_path, world):
+    convert(ours, tmp_path / "t", "safetensors", communicator=world)
+    (file,) = (tmp_path / "t").glob("*.safetensors")
+    for one in safetensors_layout.read_header(Files(str(tmp_path / "t")), file.name):
+        assert one.start % state[one.key].element_size() == 0, one
 
 
 def test_there_and_back_again_is_the_same(ours, state, tmp_path, bytes_of, world):
@@ -490,10 +509,12 @@ def test_a_safetensors_file_of_another_length_is_an_error_that_names_it(kept, sa
         lambda header: header["large"].update(dtype="F7"),
         lambda header: header["large"].pop("shape"),
         lambda header: header.pop("large"),
+        lambda header: header["one"].update(data_offsets=header["large"]["data_offsets"]),
     ],
 )
 def test_a_header_that_contradicts_itself_is_refused(change, random_tensor, tmp_path, world):
-    safetensors.torch.save_file({"large": random_tensor(torch.int8, (9,))}, tmp_path / "a")
+    state = {name: random_tensor(torch.int8, (9,)) for name in ("large", "one", "two")}
+    safetensors.torch.save_file(state, tmp_path / "a")
     data = (tmp_path / "a").read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])

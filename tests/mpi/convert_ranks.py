@@ -12,7 +12,7 @@ import torch
 from world import raises, say
 
 import megatron_uring
-from megatron_uring import Config, comm, verify
+from megatron_uring import Config, _engine, comm, verify
 from megatron_uring.convert import convert, parts
 from megatron_uring.errors import CorruptionError
 
@@ -47,7 +47,12 @@ def main():
         done = convert(folder / str(number), folder / str(number + 1), kind, config=CONFIG)
         assert (done.tensors, done.nbytes) == (5, sum(one.nbytes for one in whole.values()))
     shared = replace(CONFIG, aggregation="shared")
+    _engine.trace_start()
     convert(folder / "5", folder / "7", "ours", config=shared)
+    synced = {
+        Path(path).name[:5] for operation, path, *_ in _engine.trace_stop() if operation == "sync"
+    }
+    assert "data-" in synced, synced  # each rank what it wrote
     for number in (3, 6, 7):
         found = megatron_uring.restore(folder / str(number), config=CONFIG)
         assert all(torch.equal(value, found[key]) for key, value in whole.items())
