@@ -320,6 +320,20 @@ def test_the_common_state_and_metadata_of_megatron_go_along(save, tmp_path, worl
     }
 
 
+def test_the_common_state_of_newer_megatron_is_one_again(tmp_path, world):
+    """From 0.19 on it is an object beside the tensors, a list of one element as they all are."""
+    path = tmp_path / "a"
+    state = {"w": torch.ones(3), "common_state/shard_0_1": [{"iteration": 3}]}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path), planner=planner, no_dist=True)
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    convert(path, tmp_path / "b", "ours", communicator=world)
+    found = megatron_uring.open_checkpoint(tmp_path / "b")
+    assert found.common() == {"iteration": 3} and list(found) == ["w"]
+    convert(tmp_path / "b", tmp_path / "c", "torch_dist", communicator=world)
+    assert torch.load(tmp_path / "c" / "common.pt", weights_only=True) == {"iteration": 3}
+
+
 # -------------------------------------------------------------------------------------------------
 # options
 
@@ -554,6 +568,23 @@ def test_what_changes_between_write_and_read_back_is_found(to, ours, safe, tmp_p
     with pytest.raises(CorruptionError, match=r"large|long row"):
         convert(safe if to == "ours" else ours, tmp_path / "t", to, config=CONFIG)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["ours", "safe"]
+
+
+def test_a_common_state_that_changes_before_it_is_read_back_is_found(
+    save, tmp_path, monkeypatch, world
+):
+    data = io.BytesIO()
+    torch.save({"iteration": 3}, data)
+    save({"w": torch.ones(2)}, tmp_path / "a", common=data.getvalue())
+
+    def damaged(job):
+        with open(job.path("common.pt"), "ab") as file:
+            file.write(b"more")
+
+    monkeypatch.setitem(convert_module.__globals__, "_forget_cached", damaged)
+    with pytest.raises(megatron_uring.CheckpointError, match="read back"):
+        convert(tmp_path / "a", tmp_path / "b", "torch_dist", communicator=world)
+    assert not (tmp_path / "b").exists()
 
 
 KILLED = """

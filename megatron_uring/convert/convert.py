@@ -13,6 +13,7 @@ Guarantees
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -124,22 +125,21 @@ def convert(
             kind, path = _choose(os.path.abspath(os.fspath(source)), to, max_file_bytes)
             opened = _open(kind, path, config)
             catalog = _wanted(opened, path, keys)
-        directory = _make_beside(world, target)
-        job = Job(world, opened, catalog, directory, config, max_file_bytes)
-        try:
-            _WRITERS[to](job)
-            if to != "safetensors":
-                job.note_common()
-            files = _read_back(job, to)
-            with step(world, "publish destination"):
+        with contextlib.closing(opened):
+            directory = _make_beside(world, target)
+            job = Job(world, opened, catalog, directory, config, max_file_bytes)
+            try:
+                _WRITERS[to](job)
+                files = _read_back(job, to)
+                with step(world, "publish destination"):
+                    if world.rank == 0:
+                        _publish(directory, target)
+            except BaseException:
                 if world.rank == 0:
-                    _publish(directory, target)
-        except BaseException:
-            if world.rank == 0:
-                shutil.rmtree(directory, ignore_errors=True)
-            raise
-        finally:
-            opened.close()
+                    shutil.rmtree(directory, ignore_errors=True)
+                raise
+    if to != "safetensors":
+        job.note_common()
     return Conversion(
         path,
         target,
