@@ -104,9 +104,11 @@ def megatron_alone() -> Iterator[None]:
     """Megatron as it is without us."""
     was_on = megatron_uring.status()["enabled"]
     megatron_uring.disable()
-    yield
-    if was_on:
-        megatron_uring.enable()
+    try:
+        yield
+    finally:
+        if was_on:
+            megatron_uring.enable()
 
 
 @contextmanager

@@ -45,6 +45,7 @@ def run(
     folder: Path,
     *checks: str,
     small_file_system: str | None = None,
+    timeout_s: float = 170.0,
 ) -> launch.Finished:
     """Run the checks (default: all of them) with `folder` for their files."""
     env = {"OMP_NUM_THREADS": "1", "MEGATRON_URING_TIMEOUT_S": "40"}
@@ -56,7 +57,7 @@ def run(
         str(folder),
         *(checks or checks_of(program)),
         env=env,
-        timeout_s=170.0,
+        timeout_s=timeout_s,
         ok=False,
     )
 
