@@ -32,6 +32,9 @@ from megatron_uring.providers import Shard
 from megatron_uring.restoring import Request
 from megatron_uring.tables import Provided
 
+# The keys of optimizer state that dp_reshardable saves.
+_BUFFERS = "optimizer.distributed.dp_group_idx_"
+
 
 class MegatronState:
     """State provider over a sharded state dict.
@@ -146,9 +149,19 @@ def megatron_errors() -> Iterator[None]:
     except CheckpointError as error:
         if isinstance(error, CheckpointingException):
             raise
-        raised = _both(type(error))(str(error))
+        raised = _both(type(error))(_message(error))
         vars(raised).update(vars(error), _failures={})
         raise raised from (error.__cause__ or error)
+
+
+def _message(error: CheckpointError) -> str:
+    message = str(error)
+    if isinstance(error, StateMismatchError) and _BUFFERS in message:
+        message += (
+            " (optimizer state saved as dp_reshardable can change its data parallelism alone: to "
+            "change more, save it with --dist-ckpt-optim-fully-reshardable)"
+        )
+    return message
 
 
 _both_kinds: dict[str, Any] = {}

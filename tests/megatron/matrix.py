@@ -25,6 +25,7 @@ FORMATS = {
 }
 MODELS = {
     "dense": "dense",
+    "padded": "dense, vocabulary padded for TP",
     "swiglu": "SwiGLU",
     "experts": "MoE, experts one by one",
     "grouped": "MoE, grouped experts",
@@ -126,11 +127,14 @@ class Refusal(NamedTuple):
         Name of the class of error: at "load" ours, else Megatron's.
     reason
         Why, in plain words.
+    words
+        What the error must say.
     """
 
     stage: str
     error: str
     reason: str
+    words: str
 
 
 def refusal(cell: Cell, version: tuple[int, int]) -> Refusal | None:
@@ -150,28 +154,34 @@ def refusal(cell: Cell, version: tuple[int, int]) -> Refusal | None:
     return None
 
 
-UNKNOWN_FORMAT = Refusal("state", "NotImplementedError", "has that format from 0.15 on")
+UNKNOWN_FORMAT = Refusal(
+    "state", "NotImplementedError", "has that format from 0.15 on", "Unknown sharding_type"
+)
 NO_MODEL_SPACE = Refusal(
     "state",
     "CheckpointingException",
     "from 0.16 on a ShardedTensor cannot be a range of a flattened shard, as that format has it",
+    "flattened_range is not supported",
 )
 NO_GROUPED_EXPERTS = Refusal(
     "model",
     "AttributeError",
     "from 0.17 on grouped experts are those of Transformer Engine, which needs a GPU",
+    "",
 )
 OTHER_MODEL_PARALLEL = Refusal(
     "load",
     "StateMismatchError",
     "dp_reshardable saves the buffers of each rank's own model part: only DP may change",
+    "saved as dp_reshardable can change its data parallelism alone",
 )
 ONE_OPTIMIZER = Refusal(
     "apply",
     "RuntimeError",
     "with EP 1 experts and the rest share one optimizer, otherwise there are two",
+    "Expected 2 entries in state dict",
 )
-TWO_OPTIMIZERS = Refusal("apply", "KeyError", ONE_OPTIMIZER.reason)
+TWO_OPTIMIZERS = Refusal("apply", "KeyError", ONE_OPTIMIZER.reason, "optimizer")
 
 
 def _knows(format: str, version: tuple[int, int]) -> bool:
@@ -242,6 +252,9 @@ CELLS = [
     *_cells("dense", FULLY, (TP2_PP2_DP2, ONE), (ONE, TP4_DP2)),
     *_cells("dense", FULLY, (TP2, ONE), (PP2_DP2, TP2), precision="fp32"),
     *_cells("dense", FULLY, (TP2_DP2, PP2_DP2), (DP2, TP2_DP2), wrapped=True, often=True),
+    *_cells("padded", FULLY, (TP2, ONE), (ONE, TP2), often=True),
+    *_cells("padded", NOT_DISTRIBUTED, (TP2, ONE), (ONE, TP2)),
+    *_cells("padded", MODEL_SPACE, (TP2, ONE), (ONE, TP2)),
     *_cells("swiglu", FULLY, (TP2, ONE), (ONE, TP2), often=True),
     *_cells("swiglu", FULLY, (TP4, TP2), (TP2_PP2, TP4)),
     *_cells("swiglu", FULLY, (TP2_DP2, DP4), wrapped=True),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +32,8 @@ from megatron.core.transformer.moe import experts
 
 gpt, checkpointing = helpers.gpt, helpers.checkpointing
 
-LAYERS, HIDDEN, HEADS, VOCABULARY, POSITIONS, EXPERTS = 4, 32, 4, 64, 16, 4
+LAYERS, HIDDEN, HEADS, POSITIONS, EXPERTS = 4, 32, 4, 16, 4
+VOCABULARY, PADDED_VOCABULARY = 50, 64  # rows of padding are zero, as a load makes missing ones
 ITERATION = 5
 BUCKET_ELEMENTS = 5000  # so that a buffer has several
 SPOILT = 7.0
@@ -227,7 +229,11 @@ def _cut(sharded: Any, kind: str) -> Any:
     if not isinstance(sharded, ShardedTensor):
         return sharded
     seed = zlib.crc32(f"{kind} {sharded.key}".encode())
-    whole = torch.randn(sharded.global_shape, generator=torch.Generator().manual_seed(seed))
+    rows, *rest = sharded.global_shape
+    if sharded.allow_shape_mismatch:
+        rows = VOCABULARY
+    whole = torch.zeros(sharded.global_shape)
+    whole[:rows] = torch.randn(rows, *rest, generator=torch.Generator().manual_seed(seed))
     extent = (1,) * sharded.prepend_axis_num + tuple(sharded.local_shape)
     box = zip(sharded.global_offset, extent, strict=True)
     return whole[tuple(slice(start, start + n) for start, n in box)].reshape(sharded.local_shape)
@@ -270,7 +276,7 @@ def _config(model: str, precision: str, layout: Layout) -> Any:
         "masked_softmax_fusion": False,
         "bias_activation_fusion": False,
     }
-    if model != "dense":
+    if model not in ("dense", "padded"):
         silu = torch.nn.functional.silu
         values.update(gated_linear_unit=True, activation_func=silu, add_bias_linear=False)
     if model in ("experts", "grouped"):
@@ -286,7 +292,15 @@ def _config(model: str, precision: str, layout: Layout) -> Any:
             expert_model_parallel_size=layout.expert,
             expert_tensor_parallel_size=layout.expert_tensor or layout.tensor,
         )
-    return gpt.TransformerConfig(**values)
+    if model in ("experts", "grouped") and layout.tensor > 1:
+        values["sequence_parallel"] = True  # which Megatron demands here
+    config = gpt.TransformerConfig(**values)
+    config.sequence_parallel = False  # which torch's layer norm does not have; only passes use it
+    return config
+
+
+def _padded(size: int, multiple: int) -> int:
+    return math.ceil(size / multiple) * multiple
 
 
 def _no_kernel_needed() -> Any:
@@ -305,7 +319,9 @@ def _chunk(config: Any, model: str, layout: Layout, stage: int) -> Any:
         chunk = gpt.GPTModel(
             config=config,
             transformer_layer_spec=specification,
-            vocab_size=VOCABULARY,
+            vocab_size=_padded(VOCABULARY, 8 * layout.tensor)
+            if model == "padded"
+            else PADDED_VOCABULARY,
             max_sequence_length=POSITIONS,
             pre_process=parallel_state.is_pipeline_first_stage(**virtual),
             post_process=parallel_state.is_pipeline_last_stage(**virtual),

@@ -68,6 +68,7 @@ def load(cell: Cell) -> None:
         stage, error, message = note.read_text().split(maxsplit=2)
         assert expected is not None, (stage, error, message)
         assert (stage, error) == expected[:2], (expected, stage, error, message)
+        assert expected.words in message, (expected, message)
         return
     try:
         state = _at("model", lambda: _placed(cell.source, cell.model, cell.layout))
@@ -78,9 +79,6 @@ def load(cell: Cell) -> None:
         reference = _load(state, cell, theirs)
     loads = megatron_uring.status()["loads"]
     found = _load(state, cell, ours)
-    if reference.refused is not None or found.refused is not None:
-        told = f"told {cell.name}: torch_dist {reference.refused}, ours {found.refused}"
-        sys.stdout.write(" ".join(told.split())[:1500] + "\n")
     _require(reference.refused, expected)
     _require(found.refused, expected, ours=True)
     same(reference.loaded, found.loaded)
@@ -151,14 +149,15 @@ def _require(found: RefusedError | None, expected: Refusal | None, *, ours: bool
             raise found
         return
     assert found is not None, f"not refused, though it should be: {expected}"
-    kind = type(found.error).__name__
-    assert found.stage == expected.stage, (expected, found.stage, found.error)
-    if found.stage != "load":
-        assert kind == expected.error, (expected, repr(found.error))
-    elif ours:
-        assert kind == expected.error, (expected, repr(found.error))
-        assert isinstance(found.error, CheckpointError), repr(found.error)
-        assert isinstance(found.error, CheckpointingException), repr(found.error)
+    told = (expected, found.stage, repr(found.error))
+    assert found.stage == expected.stage, told
+    if found.stage == "load" and not ours:
+        return  # torch_dist's own error, which says something else on each rank
+    assert type(found.error).__name__ == expected.error, told
+    assert expected.words in str(found.error), told
+    if found.stage == "load":
+        assert isinstance(found.error, CheckpointError), told
+        assert isinstance(found.error, CheckpointingException), told
 
 
 def _at(stage: str, action: Callable[[], Any]) -> Any:
