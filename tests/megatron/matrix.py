@@ -120,9 +120,9 @@ class Refusal(NamedTuple):
     Attributes
     ----------
     stage
-        Where it says so: "model" (built for the save or the load), "state" (the sharded state dict
-        of the save), "request" (that of the load), "load" (``dist_checkpointing.load``) or "apply"
-        (what was loaded, given to model and optimizer).
+        Where it says so: "state" (the sharded state dict of the save), "request" (that of the
+        load), "load" (``dist_checkpointing.load``) or "apply" (what was loaded, given to model and
+        optimizer).
     error
         Name of the class of error: at "load" ours, else Megatron's.
     reason
@@ -140,8 +140,6 @@ class Refusal(NamedTuple):
 def refusal(cell: Cell, version: tuple[int, int]) -> Refusal | None:
     """What torch_dist does not support of `cell` in this version of Megatron; None if it does."""
     source, layout = cell.source, cell.layout
-    if "grouped" in (source.model, cell.model) and version >= (0, 17):
-        return NO_GROUPED_EXPERTS
     if not _knows(source.format, version):
         return NO_MODEL_SPACE if source.format == MODEL_SPACE else UNKNOWN_FORMAT
     if source.format == DP_ONLY and source.layout.model_parallel != layout.model_parallel:
@@ -162,12 +160,6 @@ NO_MODEL_SPACE = Refusal(
     "CheckpointingException",
     "from 0.16 on a ShardedTensor cannot be a range of a flattened shard, as that format has it",
     "flattened_range is not supported",
-)
-NO_GROUPED_EXPERTS = Refusal(
-    "model",
-    "AttributeError",
-    "from 0.17 on grouped experts are those of Transformer Engine, which needs a GPU",
-    "",
 )
 OTHER_MODEL_PARALLEL = Refusal(
     "load",
@@ -202,13 +194,14 @@ def _knows(format: str, version: tuple[int, int]) -> bool:
 
 def cells_of(version: tuple[int, int]) -> list[Cell]:
     """What to try with one version of Megatron: of a format that it does not know, the first cell
-    only, to see it refused.
+    only, to see it refused; grouped experts where they do not need Transformer Engine, and a GPU.
     """
     unknown = {f: [c for c in CELLS if c.source.format == f][1:] for f in FORMATS}
     return [
         cell
         for cell in CELLS
-        if _knows(cell.source.format, version) or cell not in unknown[cell.source.format]
+        if (_knows(cell.source.format, version) or cell not in unknown[cell.source.format])
+        and (version < (0, 17) or "grouped" not in (cell.source.model, cell.model))
     ]
 
 

@@ -70,11 +70,7 @@ def load(cell: Cell) -> None:
         assert (stage, error) == expected[:2], (expected, stage, error, message)
         assert expected.words in message, (expected, message)
         return
-    try:
-        state = _at("model", lambda: _placed(cell.source, cell.model, cell.layout))
-    except RefusedError as refused:
-        _require(refused, expected)
-        return
+    state = _placed(cell.source, cell.model, cell.layout)
     with megatron_alone():
         reference = _load(state, cell, theirs)
     loads = megatron_uring.status()["loads"]
@@ -96,8 +92,8 @@ def load(cell: Cell) -> None:
 def save(source: Source) -> None:
     """The same state through Megatron alone and through us; or a note that it cannot be."""
     theirs, ours = _directories(source)
+    state = _placed(source, source.model, source.layout)
     try:
-        state = _at("model", lambda: _placed(source, source.model, source.layout))
         whole = _at("state", state.state)
     except RefusedError as refused:
         if checking.rank() == 0:

@@ -16,7 +16,7 @@ TIMEOUT_S = 280.0  # eight ranks on two cores, all cells of a world in one run
 
 
 PARAMETERS = [
-    pytest.param(name, marks=[pytest.mark.versions] if cell.often else [], id=name)
+    pytest.param(name, marks=[] if cell.often else [pytest.mark.matrix], id=name)
     for name, cell in CELLS.items()
 ]
 
