@@ -81,7 +81,9 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """The one in Python: that in C takes memory for any number that a damaged memo entry has."""
+
     def __init__(self, file: io.BytesIO, path: str, known: dict[tuple[str, str], Any]) -> None:
         super().__init__(file)
         self._path, self._known = path, known
