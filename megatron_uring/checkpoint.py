@@ -38,6 +38,7 @@ from megatron_uring.errors import MissingKeyError, StateMismatchError
 from megatron_uring.fencing import fence
 from megatron_uring.index_rules import Index
 from megatron_uring.nesting import flatten, unflatten
+from megatron_uring.objects import class_name
 from megatron_uring.pending import PendingSave
 from megatron_uring.progress import MEETING, Clock, step, together
 from megatron_uring.report import Report
@@ -208,8 +209,9 @@ def restore(
     if isinstance(keys, str):
         raise StateMismatchError("restore keys", expected="a list of keys", found=repr(keys))
     if state is not None and not isinstance(state, Mapping):
-        found = f"{type(state).__module__}.{type(state).__qualname__}"
-        raise StateMismatchError("restore state", expected="a dict to fill", found=found)
+        raise StateMismatchError(
+            "restore state", expected="a dict to fill", found=class_name(state)
+        )
     config = config_or_default(config)
     clock = Clock()
     directory = commit.resolve_latest(os.fspath(directory))

@@ -10,11 +10,12 @@ Guarantees
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json as json_module
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
@@ -194,12 +195,8 @@ def _verify(directory: str, as_json: bool) -> int:
 
     config = Config.from_environment()
     world = comm.current(config.timeout_s, config.communicator)
-    try:
+    with _told_by_rank_0(world):
         findings = verify_module.verify(directory, world, config)
-    except CheckpointError:
-        if world.rank == 0:
-            raise
-        return 1
     if world.rank == 0:
         if as_json:
             fields = {**dataclasses.asdict(findings), "good": findings.good}
@@ -234,14 +231,10 @@ def _convert(source: str, destination: str, to: str, as_json: bool, **options: A
 
     config = Config.from_environment()
     world = comm.current(config.timeout_s, config.communicator)
-    try:
+    with _told_by_rank_0(world):
         done = convert_checkpoint(
             source, destination, to, config=config, communicator=world, **options
         )
-    except CheckpointError:
-        if world.rank == 0:
-            raise
-        return 1
     if world.rank == 0 and as_json:
         fields = {**dataclasses.asdict(done), "gigabytes_per_s": done.gigabytes_per_s}
         click.echo(json_module.dumps(fields, indent=1))
@@ -322,6 +315,17 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+@contextlib.contextmanager
+def _told_by_rank_0(world: Any) -> Iterator[None]:
+    """An error that all ranks meet is told by one of them; the others end with its exit code."""
+    try:
+        yield
+    except CheckpointError:
+        if world.rank == 0:
+            raise
+        sys.exit(1)
 
 
 def _guarded(command: Callable[[], int]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +30,20 @@ def widen(column: Int64Array, width: int, fill: int) -> Int64Array:
     """[N, D] padded on the right with `fill` to [N, width]."""
     missing = width - column.shape[1]
     return np.pad(column, ((0, 0), (0, missing)), constant_values=fill) if missing else column
+
+
+def unravel(flat: Int64Array, ndim: npt.NDArray[Any], width: int, fill: int) -> Int64Array:
+    """Rows of `ndim` [N] numbers each, end to end in `flat`, as a table [N, width] with `fill`."""
+    table = np.full((len(ndim), width), fill, np.int64)
+    table[np.arange(width) < ndim[:, None]] = flat
+    return table
+
+
+def table_of(rows: Sequence[Sequence[int]], fill: int) -> Int64Array:
+    """Rows of any length as a table int64 [N, D] padded with `fill`."""
+    ndim = np.fromiter(map(len, rows), np.int64, len(rows))
+    flat = np.fromiter(chain.from_iterable(rows), np.int64, int(ndim.sum()))
+    return unravel(flat, ndim, int(ndim.max(initial=0)), fill)
 
 
 # Column by column: numpy's reductions along a short last axis take ten times as long.

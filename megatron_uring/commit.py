@@ -36,6 +36,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from megatron_uring import _engine
 from megatron_uring.errors import (
@@ -235,11 +236,18 @@ def replace_file(directory: str, name: str, data: bytes, save_id: str) -> None:
 
 def megatron_backend(directory: str) -> str | None:
     """The backend that Megatron's ``metadata.json`` names; None without one that can be read."""
+    found = megatron_metadata(directory)
+    return None if found is None else str(found["sharded_backend"])
+
+
+def megatron_metadata(directory: str) -> dict[str, Any] | None:
+    """Megatron's ``metadata.json``; None without one that can be read and names a backend."""
     try:
         with open(os.path.join(directory, METADATA_NAME), encoding="utf-8") as file:
-            return str(json.load(file)["sharded_backend"])
-    except (OSError, ValueError, KeyError, TypeError):
+            found = json.load(file)
+    except (OSError, ValueError):
         return None
+    return found if isinstance(found, dict) and "sharded_backend" in found else None
 
 
 def committed_save_id(directory: str) -> str | None:

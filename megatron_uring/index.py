@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_uring import _engine
-from megatron_uring.columns import Int64Array, pack_keys, unpack_keys
+from megatron_uring.columns import pack_keys, unpack_keys, unravel
 from megatron_uring.errors import CorruptionError, NotACheckpointError, as_checkpoint_error
 from megatron_uring.index_rules import Index, check_index
 from megatron_uring.layout import (
@@ -250,22 +250,16 @@ def _decode_shards(file: h5py.File) -> ShardTable:
     if (dtype >= len(DTYPE_BYTES)).any():
         raise ValueError("tensors/dtype holds an unknown code")
     width = int(ndim.max()) if len(ndim) else 0
-    global_shape = _unravel(_read(file, "tensors/shape", np.int64), ndim, width, 1)
+    global_shape = unravel(_read(file, "tensors/shape", np.int64), ndim, width, 1)
     return ShardTable(
         keys,
         tensor,
         dtype[tensor],
         ndim[tensor],
         global_shape[tensor],
-        _unravel(_read(file, "shards/offset", np.int64), ndim[tensor], width, 0),
-        _unravel(_read(file, "shards/shape", np.int64), ndim[tensor], width, 1),
+        unravel(_read(file, "shards/offset", np.int64), ndim[tensor], width, 0),
+        unravel(_read(file, "shards/shape", np.int64), ndim[tensor], width, 1),
     )
-
-
-def _unravel(flat: Int64Array, ndim: npt.NDArray[np.uint8], width: int, fill: int) -> Int64Array:
-    column = np.full((len(ndim), width), fill, np.int64)
-    column[np.arange(width) < ndim[:, None]] = flat
-    return column
 
 
 # -------------------------------------------------------------------------------------------------

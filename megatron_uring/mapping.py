@@ -214,7 +214,7 @@ class SavedCheckpoint(Mapping[str, Any]):
 
     def _part(self, number: int) -> PartOfIndex:
         """The rows of one tensor."""
-        return part_of_index(self._open(), number, self._known().shards_of(number), [])
+        return part_of_index(self._open(), number, self._known().shards.of(number), [])
 
     def _restore(self, part: Index, requests: list[Request], objects: list[str]) -> dict[str, Any]:
         with self._explained():
@@ -249,14 +249,7 @@ class _Rows:
         shards = index.shards
         self.tensor = dict(zip(shards.keys, range(len(shards.keys)), strict=True))
         self.object = dict(zip(index.object_keys, range(len(index.object_keys)), strict=True))
-        self._order = np.argsort(shards.tensor, kind="stable")
-        self._bounds = np.searchsorted(
-            shards.tensor[self._order], np.arange(len(shards.keys) + 1, dtype=np.int32)
-        )
-
-    def shards_of(self, number: int) -> npt.NDArray[np.intp]:
-        """Rows of the shards of a tensor."""
-        return self._order[self._bounds[number] : self._bounds[number + 1]]
+        self.shards = shards.by_tensor()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -360,7 +353,7 @@ class SavedTensor:
 
     @property
     def _rows(self) -> npt.NDArray[np.intp]:
-        return self.checkpoint._known().shards_of(self._number)
+        return self.checkpoint._known().shards.of(self._number)
 
     def _shards_and_first(self) -> tuple[Any, int]:
         return self.checkpoint._open().shards, int(self._rows[0])

@@ -59,10 +59,9 @@ def check_ownership(
         _raise_uncovered(shards, int(ownerless[0]), 0, operation)
     if not len(suspects):
         return
-    order = np.argsort(owned.tensor, kind="stable")
-    bounds = np.searchsorted(owned.tensor[order], np.arange(len(shards.keys) + 1))
+    by_tensor = owned.by_tensor()
     for tensor in suspects.tolist():
-        rows = order[bounds[tensor] : bounds[tensor + 1]]
+        rows = by_tensor.of(tensor)
         _check_exact_cover(owned, rank[owner], rows, shards, tensor, int(first[tensor]), operation)
 
 

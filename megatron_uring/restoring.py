@@ -298,16 +298,8 @@ def _object_buffers(
 
 def _with_objects(index: Index, prefix: str) -> tuple[ShardTable, Extents]:
     """Shards and objects in one table, the objects as one-dimensional uint8 tensors."""
-    count, length = len(index.object_keys), index.object_extents.length
-    objects = ShardTable(
-        tuple(prefix + key for key in index.object_keys),
-        np.arange(count, dtype=np.int32),
-        np.full(count, DTYPE_NAMES.index("uint8"), np.uint8),
-        np.ones(count, np.uint8),
-        length[:, None],
-        np.zeros((count, 1), np.int64),
-        length[:, None],
-    )
+    keys = tuple(prefix + key for key in index.object_keys)
+    objects = ShardTable.of_bytes(keys, index.object_extents.length)
     return (
         ShardTable.concatenate([index.shards, objects]),
         Extents.concatenate([index.shard_extents, index.object_extents]),

@@ -29,7 +29,7 @@ from megatron_uring.columns import (
     unpack_keys,
     widen,
 )
-from megatron_uring.layout import DTYPE_BYTES
+from megatron_uring.layout import DTYPE_BYTES, DTYPE_NAMES
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,12 @@ class ShardTable:
         assert (first >= 0).all(), "a key without a row"
         return first
 
+    def by_tensor(self) -> RowsByTensor:
+        """The rows of each key."""
+        order = np.argsort(self.tensor, kind="stable")
+        numbers = np.arange(len(self.keys) + 1, dtype=self.tensor.dtype)
+        return RowsByTensor(order, np.searchsorted(self.tensor[order], numbers))
+
     def widened(self, width: int) -> ShardTable:
         """The same table with `width` columns of dimensions."""
         return replace(
@@ -103,6 +109,20 @@ class ShardTable:
         keys = tuple(compress(self.keys, used.tolist()))
         number = np.cumsum(used, dtype=np.int32) - np.int32(1)
         return replace(self, keys=keys, tensor=number[self.tensor])
+
+    @staticmethod
+    def of_bytes(keys: tuple[str, ...], length: Int64Array) -> ShardTable:
+        """Whole one-dimensional uint8 tensors of these lengths, int64 [keys]."""
+        count, column = len(keys), length[:, None]
+        return ShardTable(
+            keys,
+            np.arange(count, dtype=np.int32),
+            np.full(count, DTYPE_NAMES.index("uint8"), np.uint8),
+            np.ones(count, np.uint8),
+            column,
+            np.zeros((count, 1), np.int64),
+            column,
+        )
 
     @staticmethod
     def concatenate(tables: Sequence[ShardTable]) -> ShardTable:
@@ -136,6 +156,18 @@ class ShardTable:
         """Inverse of `columns`."""
         keys = unpack_keys(columns[0], columns[1])
         return ShardTable(keys, *columns[2:8])
+
+
+@dataclass(frozen=True)
+class RowsByTensor:
+    """Rows of a table, those of the same tensor together."""
+
+    _order: npt.NDArray[np.intp]
+    _bounds: npt.NDArray[np.intp]
+
+    def of(self, tensor: int) -> npt.NDArray[np.intp]:
+        """Rows of a tensor, by its position in `ShardTable.keys`; ascending."""
+        return self._order[self._bounds[tensor] : self._bounds[tensor + 1]]
 
 
 def _join_keys(tables: Sequence[ShardTable]) -> tuple[tuple[str, ...], list[Int32Array]]:

@@ -211,12 +211,11 @@ class _Writer:
 
     def _tensors(self) -> tuple[str, ...]:
         index, shards = self._index, self._index.shards
-        order = np.argsort(shards.tensor, kind="stable")
-        bounds = np.searchsorted(shards.tensor[order], np.arange(len(shards.keys) + 1))
+        by_tensor = shards.by_tensor()
         kinds = {code: _kind(name) for code, name in enumerate(DTYPE_NAMES)}
         as_bytes = []
         for number, name in enumerate(dataset_names(shards.keys)):
-            rows = order[bounds[number] : bounds[number + 1]].tolist()
+            rows = by_tensor.of(number).tolist()
             code, ndim = int(shards.dtype[rows[0]]), int(shards.ndim[rows[0]])
             path, key = f"tensors/{name}", shards.keys[number]
             whole = tuple(shards.global_shape[rows[0], :ndim].tolist())

@@ -137,7 +137,7 @@ def _guarded(load: Callable[[], Any], path: str, offset: int | None = None) -> A
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class ArchivedTensor:
     """Where the elements of a saved tensor lie: `start` in bytes from the start of its archive,
     None if they are not one run in row-major order.
     """
@@ -205,7 +205,7 @@ class _TensorUnpickler(_Unpickler):
         return _Storage(str(name), dtype, int(count))
 
 
-def read_tensor(archive: BinaryIO, path: str, offset: int) -> StoredTensor:
+def read_tensor(archive: BinaryIO, path: str, offset: int) -> ArchivedTensor:
     """What a ``torch.save`` archive of one tensor says of it.
 
     Parameters
@@ -223,7 +223,7 @@ def read_tensor(archive: BinaryIO, path: str, offset: int) -> StoredTensor:
     return _guarded(lambda: _read_tensor(archive, path), path, offset)  # type: ignore[no-any-return]
 
 
-def _read_tensor(archive: BinaryIO, path: str) -> StoredTensor:
+def _read_tensor(archive: BinaryIO, path: str) -> ArchivedTensor:
     with zipfile.ZipFile(archive) as entries:
         names = {name.partition("/")[2]: name for name in entries.namelist()}
         if "byteorder" in names and entries.read(names["byteorder"]) != b"little":
@@ -246,4 +246,4 @@ def _read_tensor(archive: BinaryIO, path: str) -> StoredTensor:
         count *= size
     if (found.offset + count) * item > entry.file_size and is_run:
         raise ValueError(f"{count} elements in {entry.file_size} bytes")
-    return StoredTensor(found.dtype, found.shape, start if is_run or not count else None)
+    return ArchivedTensor(found.dtype, found.shape, start if is_run or not count else None)

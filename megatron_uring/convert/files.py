@@ -55,16 +55,24 @@ class Files:
 
     def read_bytes(self, name: str, offset: int, length: int) -> bytes:
         """So many bytes; none is allocated before it is known that the file has them."""
-        path = os.path.join(self.directory, name)
-        try:
-            size = os.fstat(self._open(name, path)).st_size
-        except OSError as error:
-            raise as_checkpoint_error(error, "read source", path) from error
+        size = self.size(name)
         if offset < 0 or length < 0 or offset + length > size:
-            raise _cut(path, size, offset + length)
+            raise _cut(os.path.join(self.directory, name), size, offset + length)
         data = np.empty(length, np.uint8)
         self.read(name, offset, data)
         return data.tobytes()
+
+    def read_file(self, name: str) -> bytes:
+        """All of a file."""
+        return self.read_bytes(name, 0, self.size(name))
+
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+        path = os.path.join(self.directory, name)
+        try:
+            return os.fstat(self._open(name, path)).st_size
+        except OSError as error:
+            raise as_checkpoint_error(error, "read source", path) from error
 
     def _open(self, name: str, path: str) -> int:
         descriptor = self._descriptors.pop(name, -1)
@@ -107,12 +115,8 @@ class FileSource(ABC):
     def __init__(self, directory: str, catalog: Catalog) -> None:
         self.catalog, self.files = catalog, Files(directory)
         shards = catalog.shards
-        order = np.argsort(shards.tensor, kind="stable")
-        bounds = np.searchsorted(shards.tensor[order], np.arange(len(shards.keys) + 1))
-        self._rows = {
-            key: order[bounds[number] : bounds[number + 1]]
-            for number, key in enumerate(shards.keys)
-        }
+        by_tensor = shards.by_tensor()
+        self._rows = {key: by_tensor.of(number) for number, key in enumerate(shards.keys)}
         try:
             count = len(shards)
             ownership.check_ownership(

@@ -8,8 +8,6 @@ Guarantees
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +23,6 @@ from megatron_uring.config import Config
 from megatron_uring.convert.parts import Catalog, Part
 from megatron_uring.dcp import PLANNER_KEY
 from megatron_uring.index_rules import Index
-from megatron_uring.layout import DTYPE_NAMES, METADATA_NAME
 from megatron_uring.objects import deserialize_object
 from megatron_uring.restoring import Request
 from megatron_uring.shards import ShardTable
@@ -48,18 +45,14 @@ class OurSource:
         self._index = index = index_module.read_index(directory)
         # ranks read different bytes, each once
         self._config = replace(config, node_sharing="off", allow_dtype_conversion=False)
-        tensor = index.shards.tensor
-        self._order = np.argsort(tensor, kind="stable")
-        self._bounds = np.searchsorted(
-            tensor[self._order], np.arange(len(index.shards.keys) + 1, dtype=np.int32)
-        )
+        self._rows = index.shards.by_tensor()
         self._number = dict(zip(index.shards.keys, range(len(index.shards.keys)), strict=True))
         self._object_row = {key: row for row, key in enumerate(index.object_keys)}
         self.catalog = Catalog(
             index.shards,
             tuple(key for key in index.object_keys if key != PLANNER_KEY),
             self._common(),
-            self._megatron(),
+            commit.megatron_metadata(directory),
             self._planner_data(),
         )
 
@@ -70,13 +63,6 @@ class OurSource:
         return commit.read_common(
             self._directory, index.save_id, index.common_length, index.common_crc32c
         )
-
-    def _megatron(self) -> dict[str, Any] | None:
-        if commit.megatron_backend(self._directory) is None:
-            return None
-        with open(os.path.join(self._directory, METADATA_NAME), encoding="utf-8") as file:
-            found: dict[str, Any] = json.load(file)
-        return found
 
     def _planner_data(self) -> dict[str, Any] | None:
         if PLANNER_KEY not in self._object_row:
@@ -102,24 +88,13 @@ class OurSource:
         extents = self._index.object_extents.take(np.array([self._object_row[key]], np.intp))
         length = int(extents.length[0])
         data = np.empty(length, np.uint8)
-        column = extents.length[:, None]
-        table = ShardTable(
-            (key,),
-            np.zeros(1, np.int32),
-            np.full(1, DTYPE_NAMES.index("uint8"), np.uint8),
-            np.ones(1, np.uint8),
-            column,
-            np.zeros((1, 1), np.int64),
-            column,
-        )
         request = Request(key, torch.from_numpy(data), (length,), (0,))
+        table = ShardTable.of_bytes((key,), extents.length)
         self._restore(self._part(table, extents), [request])
         return data.tobytes()
 
     def _rows_of(self, numbers: set[int]) -> Index:
-        rows: npt.NDArray[np.intp] = np.concatenate(
-            [self._order[self._bounds[n] : self._bounds[n + 1]] for n in sorted(numbers)]
-        )
+        rows: npt.NDArray[np.intp] = np.concatenate([self._rows.of(n) for n in sorted(numbers)])
         index = self._index
         return self._part(index.shards.take(rows).compact(), index.shard_extents.take(rows))
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_uring import flattened, tensors
-from megatron_uring.columns import Int64Array, Uint8Array
+from megatron_uring.columns import Uint8Array, table_of
 from megatron_uring.config import Config
 from megatron_uring.convert import dcp_pickles
 from megatron_uring.convert.files import Files, FileSource
@@ -58,12 +58,11 @@ class TorchDistSource(FileSource):
         path = os.path.join(directory, DCP_METADATA_NAME)
         files = Files(directory)
         try:
-            data = files.read_bytes(DCP_METADATA_NAME, 0, os.path.getsize(path))
+            data = files.read_file(DCP_METADATA_NAME)
             megatron = _megatron(directory)
             common = None
             if os.path.exists(os.path.join(directory, COMMON_NAME)):
-                size = os.path.getsize(os.path.join(directory, COMMON_NAME))
-                common = files.read_bytes(COMMON_NAME, 0, size)
+                common = files.read_file(COMMON_NAME)
         finally:
             files.close()
         metadata = dcp_pickles.read_metadata(data, path)
@@ -251,9 +250,9 @@ def _rows(metadata: Any, path: str) -> tuple[ShardTable, list[_Place]]:
         np.array(number, np.int32),
         np.array(dtypes, np.uint8),
         np.array([len(shape) for shape in shapes], np.uint8),
-        _column(shapes, 1),
-        _column(offsets, 0),
-        _column(sizes, 1),
+        table_of(shapes, 1),
+        table_of(offsets, 0),
+        table_of(sizes, 1),
     )
     return table, places
 
@@ -282,11 +281,3 @@ def _boxes(
     for offset, shape in flattened.boxes(local, start, start + chunk.sizes[-1]):
         yield tuple(a + b for a, b in zip(corner, offset, strict=True)), shape, first
         first += math.prod(shape)
-
-
-def _column(rows: list[tuple[int, ...]], fill: int) -> Int64Array:
-    width = max(map(len, rows), default=0)
-    table = np.full((len(rows), width), fill, np.int64)
-    for row, values in enumerate(rows):
-        table[row, : len(values)] = values
-    return table

@@ -9,11 +9,12 @@ Guarantees
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_uring import _engine
 from megatron_uring.columns import Uint8Array
@@ -21,7 +22,12 @@ from megatron_uring.comm import Communicator
 from megatron_uring.config import Config
 from megatron_uring.convert import parts as parts_module
 from megatron_uring.convert.parts import Catalog, Part, Scratch, Source, batches
-from megatron_uring.errors import CheckpointError, CorruptionError, StateMismatchError
+from megatron_uring.errors import (
+    CheckpointError,
+    CorruptionError,
+    StateMismatchError,
+    as_checkpoint_error,
+)
 from megatron_uring.objects import deserialize_object, prove_loadable, serialize_object
 
 
@@ -156,6 +162,23 @@ class Job:
     def path(self, name: str) -> str:
         """Of a file of the target."""
         return os.path.join(self.directory, name)
+
+    @contextlib.contextmanager
+    def new_file(self, name: str, kind: str) -> Iterator[BinaryIO]:
+        """A new file of the target, durable when the block is over; `kind` is for messages.
+
+        Raises
+        ------
+        StorageError
+        """
+        path = self.path(name)
+        try:
+            with open(path, "xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise as_checkpoint_error(error, f"write {kind} file", path) from error
 
     def metadata_bytes(self, backend: str, version: int) -> bytes:
         """Megatron's ``metadata.json``, as the target has it."""

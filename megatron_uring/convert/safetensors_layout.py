@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_uring import columns
 from megatron_uring.convert.files import Files
-from megatron_uring.errors import CorruptionError, UnsupportedError, as_checkpoint_error
+from megatron_uring.errors import CorruptionError, UnsupportedError
 from megatron_uring.layout import DTYPE_BYTES, DTYPE_NAMES
 from megatron_uring.shards import ShardTable
 
@@ -177,11 +178,7 @@ def read_header(files: Files, name: str) -> list[StoredTensor]:
     UnsupportedError
         For a dtype that is not known.
     """
-    path = os.path.join(files.directory, name)
-    try:
-        size = os.path.getsize(path)
-    except OSError as error:
-        raise as_checkpoint_error(error, "read source", path) from error
+    path, size = os.path.join(files.directory, name), files.size(name)
     (length,) = struct.unpack("<Q", files.read_bytes(name, 0, _LENGTH_BYTES))
     if not 2 <= length <= min(HEADER_BYTES_MAXIMUM, size - _LENGTH_BYTES):
         raise _damaged(path, f"a header of {length} bytes in {size}")
@@ -256,10 +253,7 @@ def _damaged(path: str, found: str) -> CorruptionError:
 
 def table_of(tensors: Sequence[StoredTensor]) -> ShardTable:
     """A row for each tensor, whole."""
-    width = max((len(tensor.shape) for tensor in tensors), default=0)
-    shape = np.ones((len(tensors), width), np.int64)
-    for row, tensor in enumerate(tensors):
-        shape[row, : len(tensor.shape)] = tensor.shape
+    shape = columns.table_of([tensor.shape for tensor in tensors], 1)
     return ShardTable(
         tuple(tensor.key for tensor in tensors),
         np.arange(len(tensors), dtype=np.int32),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +21,7 @@ from megatron_uring.convert import parts as parts_module
 from megatron_uring.convert import safetensors_layout as layout
 from megatron_uring.convert.job import Job
 from megatron_uring.convert.parts import Part, batches, cut, part_of, share, whole_tensors
-from megatron_uring.errors import CheckpointError, as_checkpoint_error
+from megatron_uring.errors import CheckpointError
 from megatron_uring.objects import deserialize_object
 from megatron_uring.progress import step
 from megatron_uring.shards import ShardTable
@@ -49,30 +48,16 @@ def write(job: Job) -> None:
 
 
 def _write_file(job: Job, tensors: ShardTable, file: layout.PlannedFile) -> None:
-    path = job.path(file.name)
-
     def parts() -> Iterator[Part]:
         for row in file.rows:
             yield from cut(part_of(tensors, row), parts_module.WINDOW_BYTES)
 
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            _write_all(descriptor, memoryview(file.header))
-            for batch, at, size in batches(parts(), parts_module.WINDOW_BYTES, 1):
-                buffer = job.scratch.take(size)
-                job.read(batch, at, buffer)
-                _write_all(descriptor, buffer.data)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise as_checkpoint_error(error, "write safetensors file", path) from error
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while len(data):
-        data = data[os.write(descriptor, data) :]
+    with job.new_file(file.name, "safetensors") as written:
+        written.write(file.header)
+        for batch, at, size in batches(parts(), parts_module.WINDOW_BYTES, 1):
+            buffer = job.scratch.take(size)
+            job.read(batch, at, buffer)
+            written.write(buffer.data)
 
 
 def _write_index(job: Job, tensors: ShardTable, files: list[layout.PlannedFile]) -> None:

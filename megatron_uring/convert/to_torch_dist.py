@@ -12,7 +12,6 @@ Guarantees
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -33,7 +32,6 @@ from megatron_uring import _engine, tensors
 from megatron_uring.convert import parts as parts_module
 from megatron_uring.convert.job import Job
 from megatron_uring.convert.parts import Part, batches, part_of, row_pieces, share
-from megatron_uring.errors import as_checkpoint_error
 from megatron_uring.layout import COMMON_NAME, METADATA_NAME
 from megatron_uring.objects import serialize_object
 from megatron_uring.progress import step
@@ -64,21 +62,16 @@ def _write_file(job: Job, parts: list[Part]) -> list[_Entry]:
     """This rank's objects and pieces, one after the other in one file."""
     name = f"__{job.world.rank}_0.distcp"
     entries: list[_Entry] = []
-    try:
-        with open(job.path(name), "xb") as file:
-            for key in job.own_objects:
-                at = file.tell()
-                wrapped = job.catalog.megatron is not None
-                file.write(job.object_bytes(key, wrapped=wrapped, proved=False))
-                entries.append((key, None, name, at, file.tell() - at))
-            for part, tensor in _tensors(job, parts):
-                at = file.tell()
-                _save(tensor, file)
-                entries.append((part.key, list(part.offset), name, at, file.tell() - at))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise as_checkpoint_error(error, "write .distcp file", job.path(name)) from error
+    with job.new_file(name, ".distcp") as file:
+        for key in job.own_objects:
+            at = file.tell()
+            wrapped = job.catalog.megatron is not None
+            file.write(job.object_bytes(key, wrapped=wrapped, proved=False))
+            entries.append((key, None, name, at, file.tell() - at))
+        for part, tensor in _tensors(job, parts):
+            at = file.tell()
+            _save(tensor, file)
+            entries.append((part.key, list(part.offset), name, at, file.tell() - at))
     return entries
 
 

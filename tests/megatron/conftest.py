@@ -1,12 +1,10 @@
 """What each test of this folder shows, for the table of docs/compatibility.md."""
 
-import importlib
 import inspect
-from importlib import metadata
 
+import programs
 import pytest
-
-VERSION = metadata.version("megatron-core")
+import torch
 
 
 @pytest.fixture(autouse=True)
@@ -21,5 +19,5 @@ def _told_what_it_shows(request, record_property):
     name = values.params.get("check") if values is not None else None
     name = name or request.node.originalname.removeprefix("test_")
     record_property("feature", name.replace("_", " "))
-    record_property("megatron-core", VERSION)
-    record_property("torch", importlib.import_module("torch").__version__)
+    record_property("megatron-core", programs.VERSION)
+    record_property("torch", torch.__version__)

@@ -1,7 +1,5 @@
 """The resharding matrix (`matrix`), cell by cell, against torch_dist and the tensors in memory."""
 
-import importlib.metadata
-
 import matrix
 import programs
 import pytest
@@ -9,7 +7,7 @@ import pytest
 # the first test of a world waits for all saves of it, and for those of others that it loads
 pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-VERSION = matrix.numbers(importlib.metadata.version("megatron-core"))
+VERSION = matrix.numbers(programs.VERSION)
 CELLS = {cell.name: cell for cell in matrix.cells_of(VERSION)}
 LAUNCHER = "alone"
 TIMEOUT_S = 280.0  # eight ranks on two cores, all cells of a world in one run
