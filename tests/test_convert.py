@@ -619,6 +619,22 @@ def test_a_conversion_that_is_killed_leaves_no_destination(to, when, ours, safe,
     assert [one.name[:14] for one in tmp_path.glob(".*")] == [".t.converting-"]
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize("to", ["ours", "torch_dist", "safetensors"])
+def test_a_full_disk_leaves_nothing_behind(to, save, tmp_path, small_disk, world, posix):
+    big = {"w": torch.arange(6 << 20, dtype=torch.float32), "o": {"step": 3}}
+    save(big, tmp_path / "ours")
+    source = tmp_path / "ours"
+    if to == "ours":
+        source = tmp_path / "theirs"
+        convert(tmp_path / "ours", source, "torch_dist", communicator=world)
+    disk = small_disk("8M")
+    with pytest.raises(megatron_uring.StorageError, match="No space left"):
+        convert(source, disk / "t", to, config=posix, communicator=world)
+    assert list(disk.iterdir()) == []
+    convert(source, tmp_path / "t", to, config=posix, communicator=world)
+
+
 MEMORY = """
 import sys
 from megatron_uring import Config

@@ -11,6 +11,7 @@ Guarantees
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -78,7 +79,9 @@ def _write_file(job: Job, parts: list[Part]) -> list[_Entry]:
 def _save(tensor: torch.Tensor, file: BinaryIO) -> None:
     # torch saves the whole storage that a tensor is a view of: here there is no more of it
     assert tensor.untyped_storage().nbytes() == tensor.nbytes
-    torch.save(tensor, file)
+    archive = io.BytesIO()  # straight to a file, torch would hide why a write has failed
+    torch.save(tensor, archive)
+    file.write(archive.getbuffer())
 
 
 def _tensors(job: Job, parts: list[Part]) -> Iterator[tuple[Part, torch.Tensor]]:
