@@ -228,6 +228,7 @@ def _convert(source: str, destination: str, to: str, as_json: bool, **options: A
     from megatron_uring import comm
     from megatron_uring.config import Config
     from megatron_uring.convert import convert as convert_checkpoint
+    from megatron_uring.report import amount
 
     config = Config.from_environment()
     world = comm.current(config.timeout_s, config.communicator)
@@ -242,8 +243,8 @@ def _convert(source: str, destination: str, to: str, as_json: bool, **options: A
         for note in done.notes:
             click.echo(f"note: {note}")
         click.echo(
-            f"{done.source_format} to {done.destination_format}: {done.nbytes} bytes in "
-            f"{done.seconds:.2f} s, {done.gigabytes_per_s:.2f} GB/s, read back and equal; "
+            f"{done.source_format} to {done.destination_format}: {amount(done.nbytes)} in "
+            f"{done.seconds:.2f} s, {amount(done.gigabytes_per_s * 1e9)}/s, read back and equal; "
             f"{done.tensors} tensors, {done.objects} objects, {done.files} files, "
             f"{world.size} rank(s): {done.destination}"
         )

@@ -119,14 +119,14 @@ class Report:
         """A save in one line, for a log."""
         on_node = f"on the node after {self.acknowledged_s:.2f} s, " if self.acknowledged_s else ""
         return (
-            f"saved {self.directory}: {_amount(self.state_bytes)} {on_node}durable after "
-            f"{self.durable_s:.2f} s ({_amount(self.gigabytes_per_s * 1e9)}/s), rank "
+            f"saved {self.directory}: {amount(self.state_bytes)} {on_node}durable after "
+            f"{self.durable_s:.2f} s ({amount(self.gigabytes_per_s * 1e9)}/s), rank "
             f"{self.slowest_rank} slowest with {self.slowest_s:.2f} s; this rank was blocked for "
             f"{self.blocked_ms:.0f} ms, {self.fence_s * 1e3:.0f} ms of them at fences"
         )
 
 
-def _amount(count: float) -> str:
+def amount(count: float) -> str:
     """Bytes for people: what is no tenth of a gigabyte in MB, or kB."""
     for unit, size in (("GB", 1e9), ("MB", 1e6)):
         if count >= size / 10:
