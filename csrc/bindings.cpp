@@ -18,6 +18,7 @@
 #include "bindings_pieces.hpp"
 #include "checksum.hpp"
 #include "ring.hpp"
+#include "watchdog.hpp"
 
 namespace megatron_uring {
 namespace {
@@ -293,6 +294,9 @@ void bind_commit_operations(py::module_& module) {
 }
 
 void bind_recorder(py::module_& module) {
+    module.def("enter_step", &watchdog::enter, py::arg("step"));
+    module.def("describe_process", &watchdog::describe, py::arg("rank"), py::arg("subject"));
+    module.def("answer_signal", &watchdog::install, py::arg("signal"));
     module.def("inject_fault", &recorder::inject_fault, py::arg("operation"), py::arg("fault"),
                py::kw_only(), py::arg("skip") = 0, py::arg("count") = 1,
                py::arg("path_contains") = "", py::arg("delay_s") = 0.0);

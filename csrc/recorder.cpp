@@ -15,9 +15,9 @@
 namespace megatron_uring {
 namespace {
 
-constexpr std::array<const char*, 10> operation_names = {
-    "open",     "preallocate", "write",  "read",           "sync",
-    "truncate", "close",       "rename", "sync_directory", "remove"};
+constexpr std::array<const char*, 11> operation_names = {
+    "open",  "preallocate", "write",          "read",   "sync", "truncate",
+    "close", "rename",      "sync_directory", "remove", "step"};
 
 enum class Effect : std::uint8_t { error, shorten, delay, kill };
 
@@ -27,7 +27,7 @@ struct FaultName {
     int error;
 };
 
-constexpr std::array<FaultName, 9> fault_names = {{
+constexpr std::array<FaultName, 14> fault_names = {{
     {"short", Effect::shorten, 0},
     {"eintr", Effect::error, EINTR},
     {"eagain", Effect::error, EAGAIN},
@@ -35,6 +35,11 @@ constexpr std::array<FaultName, 9> fault_names = {{
     {"enospc", Effect::error, ENOSPC},
     {"edquot", Effect::error, EDQUOT},
     {"einval", Effect::error, EINVAL},
+    {"efault", Effect::error, EFAULT},
+    {"enomem", Effect::error, ENOMEM},
+    {"erofs", Effect::error, EROFS},
+    {"estale", Effect::error, ESTALE},
+    {"emfile", Effect::error, EMFILE},
     {"delay", Effect::delay, 0},
     {"kill", Effect::kill, 0},
 }};

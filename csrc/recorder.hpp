@@ -35,6 +35,7 @@ enum class Operation : std::uint8_t {
     rename,
     sync_directory,
     remove,
+    step,  // of a save or a restore; no system call
 };
 
 const char* name_of(Operation operation) noexcept;

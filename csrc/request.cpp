@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "checksum.hpp"
+#include "watchdog.hpp"
 
 namespace megatron_uring {
 namespace {
@@ -190,6 +191,7 @@ const Request::Step& Request::prepare() noexcept {
     try {
         const recorder::Verdict verdict = recorder::before(operation, descriptor->path());
         step_recorded_ = true;
+        watchdog::operations_in_flight.fetch_add(1, std::memory_order_relaxed);
         step.error = verdict.error;
         step.pause =
             std::exchange(back_off_, {}) + std::chrono::duration_cast<Clock::duration>(
@@ -220,6 +222,7 @@ Request::Outcome Request::advance(std::int64_t result) noexcept {
     const bool moves = operation != Operation::sync;
     if (std::exchange(paced_, false) && !job->stopped()) return Outcome::resubmit;
     if (step_recorded_) {
+        watchdog::operations_in_flight.fetch_sub(1, std::memory_order_relaxed);
         try {
             recorder::after(operation, descriptor->path(), step.offset, moves ? wanted_bytes_ : 0,
                             result);

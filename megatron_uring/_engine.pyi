@@ -364,6 +364,18 @@ def sync_directory(path: str) -> None:
 def remove(path: str) -> None:
     """unlink; a missing file is not an error."""
 
+# The watchdog: where this process stands (`csrc/watchdog.hpp`).
+def enter_step(step: str) -> None:
+    """This process begins with `step`. Passes the recorder; OSError if a fault says so."""
+
+def describe_process(rank: int, subject: str) -> None:
+    """What is printed beside the step: the rank (negative: as it was), and what it works on."""
+
+def answer_signal(signal: int) -> bool:
+    """Print on standard error what this process is doing whenever it gets `signal`, also where it
+    is blocked in a system call or in MPI. Whether that is so: a signal that somebody else handles
+    is left alone."""
+
 # The recorder: faults in, trace out. For tests and power-loss replay.
 def inject_fault(
     operation: str,
@@ -377,7 +389,8 @@ def inject_fault(
     """Make an operation misbehave: after `skip` matching calls, `count` times (-1: for ever).
 
     Operations: open, preallocate, write, read, sync, truncate, close, rename, sync_directory,
-    remove. Faults: short (half the bytes), eintr, eagain, eio, enospc, edquot, einval, delay, kill
+    remove, and step, of `enter_step`, whose path is its name. Faults: short (half the bytes),
+    eintr, eagain, eio, enospc, edquot, einval, efault, enomem, erofs, estale, emfile, delay, kill
     (SIGKILL to this process).
     """
 

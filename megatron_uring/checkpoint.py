@@ -21,14 +21,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_uring import (
+    _engine,
     claims,
     comm,
-    commit,
     dtensors,
     lazy,
     pending,
     plan,
     providers,
+    roots,
     stage,
     tensors,
 )
@@ -40,7 +41,7 @@ from megatron_uring.index_rules import Index
 from megatron_uring.nesting import flatten, unflatten
 from megatron_uring.objects import class_name
 from megatron_uring.pending import PendingSave
-from megatron_uring.progress import MEETING, Clock, step, together
+from megatron_uring.progress import MEETING, Clock, announce, step, together
 from megatron_uring.report import Report
 from megatron_uring.restoring import Request, Restored, restore_requests
 from megatron_uring.saving import Saving
@@ -214,7 +215,7 @@ def restore(
         )
     config = config_or_default(config)
     clock = Clock()
-    directory = commit.resolve_latest(os.fspath(directory))
+    directory = roots.resolve_latest(os.fspath(directory))
     index = index_module.read_index(directory)
     clock.lap("index")
     if state is None:
@@ -270,6 +271,8 @@ def restore_into(
         As `restore`.
     """
     fence()  # a save may still be copying from what is filled here
+    announce(f"restore of {directory}")
+    _engine.enter_step("restore")
     clock = clock or Clock()
     config = config_or_default(config)
     index = index or index_module.read_index(directory)
@@ -277,6 +280,7 @@ def restore_into(
     engine = stage.open_engine(config)
     clock.lap("allocate")
     restored = restore_requests(directory, index, requests, object_keys, engine, config, clock)
+    _engine.enter_step("nothing, the last restore is over")
     _restored["restore"] = Report(
         directory,
         index.save_id,

@@ -32,7 +32,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -42,7 +41,6 @@ from megatron_uring import _engine
 from megatron_uring.errors import (
     CheckpointError,
     CorruptionError,
-    NotACheckpointError,
     StorageError,
     as_checkpoint_error,
 )
@@ -50,7 +48,6 @@ from megatron_uring.layout import (
     COMMON_NAME,
     INDEX_NAME,
     METADATA_NAME,
-    TRACKER_NAME,
     Trailer,
     common_name,
     save_id_of,
@@ -60,7 +57,6 @@ from megatron_uring.layout import (
 
 _log = logging.getLogger(__name__)
 _VISIBLE_WITHIN_S = 15.0
-_ITERATION_DIRECTORY = re.compile(r"^iter_(\d{7,})$")
 
 
 def new_save_id() -> str:
@@ -90,6 +86,7 @@ def write_common(directory: str, save_id: str, data: bytes) -> int:
     """Step 4: the common state under the save id, durable. Returns its CRC32C."""
     path = os.path.join(directory, common_name(save_id))
     with _translated("write common state", path):
+        _engine.enter_step("commit 4: write common state")
         _engine.write_file(path, data)
     return _engine.crc32c(data)
 
@@ -171,12 +168,16 @@ def publish(directory: str, save_id: str, sealed_index: bytes, *, replaces: str 
     renaming = False
     try:
         with _translated("commit index", directory):
+            _engine.enter_step("commit 4: sync directories")
             _engine.sync_directory(directory)
             _engine.sync_directory(os.path.dirname(os.path.realpath(directory)))
+            _engine.enter_step("commit 4: write index")
             _engine.write_file(temporary, sealed_index)
+            _engine.enter_step("commit 5: rename index")
             _require_unchanged(directory, replaces)
             renaming = True
             _engine.rename(temporary, os.path.join(directory, INDEX_NAME))
+            _engine.enter_step("commit 5: sync directory")
             _engine.sync_directory(directory)
     except CheckpointError:
         if not renaming or _surely_not_renamed(directory, temporary):
@@ -228,8 +229,10 @@ def replace_file(directory: str, name: str, data: bytes, save_id: str) -> None:
     temporary = os.path.join(directory, temporary_name(kind, save_id))
     path = os.path.join(directory, name)
     with _translated("replace file", path):
+        _engine.enter_step(f"commit 6: write {name} beside")
         _engine.remove(temporary)
         _engine.write_file(temporary, data)
+        _engine.enter_step(f"commit 6: rename {name}")
         _engine.rename(temporary, path)
         _engine.sync_directory(directory)
 
@@ -269,6 +272,8 @@ def sweep(directory: str, save_id: str) -> list[str]:
     save.
     """
     removed = []
+    with contextlib.suppress(OSError):  # of a fault: what is left, the next save removes
+        _engine.enter_step("commit 7: delete files of other saves")
     for name in _own_names(directory):
         if save_id_of(name) != save_id:
             with contextlib.suppress(OSError):
@@ -308,72 +313,6 @@ def remove_common(directory: str) -> None:
         with _translated("remove superseded common state", path):
             _engine.remove(path)
             _engine.sync_directory(directory)
-
-
-def resolve_latest(root: str) -> str:
-    """Directory of the newest committed checkpoint under a save root, or `root` if it is one.
-
-    The tracker file is believed if what it names is committed; else (empty, stale, ahead of the
-    data) the highest committed iteration counts, and a warning is logged. A damaged index counts
-    as committed: reading it says what is wrong, and nothing older is taken in its place unasked.
-
-    Raises
-    ------
-    NotACheckpointError
-        If there is none.
-    """
-    if os.path.exists(os.path.join(root, INDEX_NAME)):
-        return root
-    named = _tracked_iteration(root)
-    candidates = sorted(_iterations(root), reverse=True)
-    if named is not None:
-        candidates.sort(key=lambda found: found[0] != named)
-    for _, directory in candidates:
-        if os.path.exists(os.path.join(directory, INDEX_NAME)):
-            problem = tracker_problem(root, directory)
-            if problem is not None:
-                _log.warning("%s", problem)
-            return directory
-    found = f"{len(candidates)} iter_* directories, none committed"
-    if not os.path.isdir(root):
-        found = "a file" if os.path.exists(root) else "no such directory"
-    raise NotACheckpointError(
-        "resolve newest checkpoint",
-        path=root,
-        expected=f"{INDEX_NAME} in it or in one of its iter_* directories",
-        found=found,
-    )
-
-
-def tracker_problem(root: str, directory: str) -> str | None:
-    """What is wrong with the tracker of `root` if it does not name `directory`; else None."""
-    named = _tracked_iteration(root)
-    taken = _ITERATION_DIRECTORY.match(os.path.basename(directory))
-    if named is None or taken is None or int(taken.group(1)) == named:
-        return None
-    return (
-        f"resolve newest checkpoint: {os.path.join(root, TRACKER_NAME)}: names iteration {named}, "
-        f"which is not committed, the newest that is: {int(taken.group(1))}"
-    )
-
-
-def _tracked_iteration(root: str) -> int | None:
-    try:
-        with open(os.path.join(root, TRACKER_NAME), encoding="utf-8") as file:
-            return int(file.read().strip())
-    except (OSError, ValueError):
-        return None
-
-
-def _iterations(root: str) -> Iterator[tuple[int, str]]:
-    try:
-        names = os.listdir(root)
-    except OSError:
-        return
-    for name in names:
-        match = _ITERATION_DIRECTORY.match(name)
-        if match:
-            yield int(match.group(1)), os.path.join(root, name)
 
 
 def _own_names(directory: str) -> list[str]:

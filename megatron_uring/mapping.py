@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_uring import checkpoint, commit, tensors
+from megatron_uring import checkpoint, commit, roots, tensors
 from megatron_uring import index as index_module
 from megatron_uring.config import Config, config_or_default
 from megatron_uring.errors import CheckpointError, StateMismatchError
@@ -56,7 +56,7 @@ def open_checkpoint(
     NotACheckpointError, CorruptionError
         If there is none, or its index is damaged.
     """
-    resolved = commit.resolve_latest(os.path.abspath(os.fspath(directory)))
+    resolved = roots.resolve_latest(os.path.abspath(os.fspath(directory)))
     index = index_module.read_index(resolved)
     return SavedCheckpoint(resolved, index, config_or_default(config))
 

@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megatron_uring import timeline
+from megatron_uring import _engine, timeline
 from megatron_uring.columns import Int64Array
 from megatron_uring.errors import CheckpointError, CommunicationError, StorageError
 from megatron_uring.fencing import forget_staged
@@ -64,6 +64,7 @@ class PendingSave:
         self._process = os.getpid()
         self._outcome: Report | CheckpointError | None = None
         if saving.lazy:
+            _engine.enter_step("drain")
             if saving.world.rank == 0:
                 _warn_of_the_forgotten()
             _in_flight.append(self)
@@ -145,6 +146,7 @@ class PendingSave:
             raise
         finally:
             self._forget()
+            _engine.enter_step("nothing, the last save is over")
         self._blocked_s += time.perf_counter() - began
         self._outcome = _last["save"] = _report(self._saving, self._blocked_s)
         if self._saving.world.rank == 0:

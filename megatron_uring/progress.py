@@ -8,12 +8,14 @@ Guarantees
 - While it waits it reports the bytes done, so that ranks that wait for this one wait on.
 - Memory that a job may still touch is never given back: a wait that is left early cancels the job,
   and what is still in flight after a grace keeps its memory for ever.
+- Whoever sends SIGUSR2 to a process is told its step, unless the program handles that signal.
 - A `Clock` keeps few spans of each name, however often something happens.
 """
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +31,8 @@ _SPANS_OF_A_NAME = 16
 # The phase of a save that ends with its first collective, which all ranks leave together.
 MEETING = "collect"
 _held: dict[object, object] = {}
+# Its default action ends the process: who sends it asks for something.
+_WATCHDOG_SIGNAL = signal.SIGUSR2
 
 
 class Span(NamedTuple):
@@ -100,6 +104,15 @@ class Clock:
         return time.perf_counter() - self.began
 
 
+def announce(subject: str, rank: int = -1) -> None:
+    """Say what this process works on from now on, to whoever asks by SIGUSR2 (see `_engine`).
+
+    A negative rank leaves that as it was.
+    """
+    _engine.describe_process(rank, subject)
+    _engine.answer_signal(_WATCHDOG_SIGNAL)
+
+
 @contextlib.contextmanager
 def together(world: Communicator) -> Iterator[None]:
     """Steps and collectives that all ranks go through to the end, or leave by a shared error.
@@ -118,12 +131,19 @@ def together(world: Communicator) -> Iterator[None]:
 
 @contextlib.contextmanager
 def step(world: Communicator, name: str) -> Iterator[None]:
-    """Local work whose error, on whichever rank, is raised on all; no collective may be inside."""
+    """Local work whose error, on whichever rank, is raised on all; no collective may be inside.
+
+    The watchdog knows of it, and whether this rank is still at it or waits for the others.
+    """
     error: Exception | None = None
     try:
+        _engine.enter_step(name)
         yield
+        _engine.enter_step(f"agree on {name!r}")
     except Exception as caught:
         error = as_checkpoint_error(caught, name)
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            _engine.enter_step(f"agree on {name!r}")
     world.agree(name, error)
 
 

@@ -29,7 +29,7 @@ from megatron_uring.drain import Drain
 from megatron_uring.errors import StorageError
 from megatron_uring.index_rules import assemble_index, check_objects, with_common
 from megatron_uring.layout import PAGE_BYTES, Superblock, Trailer, round_up, subfile_name
-from megatron_uring.progress import Clock, step
+from megatron_uring.progress import Clock, announce, step
 from megatron_uring.report import Totals, loaded_versions
 from megatron_uring.structures import KnownStructure, group_communicator, share_structure
 from megatron_uring.tables import Contents, Extents, Groups, Provided, Regions, Structure
@@ -84,6 +84,7 @@ class Saving:
         self.number = int(self.groups.group_of_rank[world.rank])
         self.is_aggregator = bool(self.groups.aggregator[self.number] == world.rank)
         self.path = os.path.join(directory, subfile_name(self.save_id, self.number))
+        announce(f"save {self.save_id} to {directory}", world.rank)
         self.direct = self.probed_engine = self.lazy = False
         self.engine: _engine.Engine
         self.drain: Drain | TieredDrain | None = None

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from megatron_uring import _engine, commit
+from megatron_uring import _engine, commit, roots
 from megatron_uring.comm import Communicator
 from megatron_uring.errors import CorruptionError, StorageError, as_checkpoint_error
 from megatron_uring.layout import INDEX_NAME, timeline_name
@@ -150,7 +150,7 @@ def read(directory: str) -> Timeline:
     NotACheckpointError
         If there is no checkpoint.
     """
-    directory = commit.resolve_latest(directory)
+    directory = roots.resolve_latest(directory)
     save_id = commit.committed_save_id(directory)
     if save_id is None:
         path = os.path.join(directory, INDEX_NAME)

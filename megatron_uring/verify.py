@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megatron_uring import _engine, commit, ownership, read, stage
+from megatron_uring import _engine, commit, ownership, read, roots, stage
 from megatron_uring import index as index_module
 from megatron_uring.columns import Int64Array, Uint32Array
 from megatron_uring.comm import Communicator
@@ -90,7 +90,7 @@ def verify(directory: str, world: Communicator, config: Config | None = None) ->
     error: CheckpointError | None = None
     root = os.fspath(directory)
     try:
-        directory = commit.resolve_latest(root)
+        directory = roots.resolve_latest(root)
         index = index_module.read_index(directory)
         engine = stage.open_engine(config)
     except CheckpointError as caught:
@@ -98,7 +98,7 @@ def verify(directory: str, world: Communicator, config: Config | None = None) ->
     world.agree("open checkpoint", error)
     problems: list[str] = []
     if world.rank == 0:
-        tracker = commit.tracker_problem(root, directory)
+        tracker = roots.tracker_problem(root, directory)
         problems += [] if tracker is None else [tracker]
         problems += _check_coverage(index) + _check_common(directory, index)
     own = index.subfile_number[world.rank :: world.size].tolist()

@@ -31,7 +31,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from megatron_uring import _engine, commit
+from megatron_uring import _engine, roots
 from megatron_uring import index as index_module
 from megatron_uring.errors import StorageError, as_checkpoint_error
 from megatron_uring.index_rules import Index
@@ -98,7 +98,7 @@ def write_view(
     CheckpointError
         If there is no checkpoint, or the file cannot be written.
     """
-    resolved = commit.resolve_latest(os.path.abspath(os.fspath(directory)))
+    resolved = roots.resolve_latest(os.path.abspath(os.fspath(directory)))
     index = index_module.read_index(resolved)
     path = os.path.join(resolved, VIEW_NAME) if output is None else os.fspath(output)
     path = os.path.abspath(path)

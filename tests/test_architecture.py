@@ -30,7 +30,7 @@ LAYERS = [
     STEPS,
     {"lazy", "drain", "devices"},
     {"ownership", "index_rules", "tensors", "dtensors", "claims", "overlap"},
-    {"tables", "progress", "nesting", "objects", "selection", "agreed", "flattened"},
+    {"tables", "progress", "nesting", "objects", "selection", "agreed", "flattened", "roots"},
     {"shards"},
     {"columns", "comm", "layout", "fencing", "report"},
     {"config"},

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import megatron_uring
-from megatron_uring import Config, _engine, commit, verify
+from megatron_uring import Config, _engine, commit, roots, verify
 from megatron_uring import index as index_module
 from megatron_uring.errors import (
     CheckpointError,
@@ -447,25 +447,25 @@ def test_the_tracker_is_believed_if_what_it_names_is_committed(root, posix, trac
     path.unlink(missing_ok=True)
     if tracker is not None:
         path.write_text(tracker)
-    assert commit.resolve_latest(str(root)) == str(root / f"iter_{iteration:07d}")
+    assert roots.resolve_latest(str(root)) == str(root / f"iter_{iteration:07d}")
     assert int(megatron_uring.restore(root, config=posix)["i"]) == iteration
 
 
 def test_a_checkpoint_itself_is_resolved_to_itself(root):
-    assert commit.resolve_latest(str(root / "iter_0000010")) == str(root / "iter_0000010")
+    assert roots.resolve_latest(str(root / "iter_0000010")) == str(root / "iter_0000010")
 
 
 def test_longer_iteration_numbers_are_compared_as_numbers(tmp_path, save):
     for name in ("iter_9999999", "iter_10000000"):
         save({"a": 1}, tmp_path / name)
-    assert commit.resolve_latest(str(tmp_path)).endswith("iter_10000000")
+    assert roots.resolve_latest(str(tmp_path)).endswith("iter_10000000")
 
 
 def test_where_nothing_is_committed_the_error_says_what_was_there(root, tmp_path):
     with pytest.raises(NotACheckpointError, match=r"0 iter_\* directories, none committed"):
-        commit.resolve_latest(str(tmp_path))
+        roots.resolve_latest(str(tmp_path))
     with pytest.raises(NotACheckpointError):
-        commit.resolve_latest(str(tmp_path / "missing"))
+        roots.resolve_latest(str(tmp_path / "missing"))
 
 
 def test_a_damaged_index_is_reported_as_damage_not_as_no_checkpoint(old, config):
@@ -477,7 +477,7 @@ def test_a_damaged_index_is_reported_as_damage_not_as_no_checkpoint(old, config)
         megatron_uring.restore(old, config=config)
     assert commit.committed_save_id(str(old)) is None
     with pytest.raises(CheckpointError):
-        commit.resolve_latest(str(old / "missing"))
+        roots.resolve_latest(str(old / "missing"))
 
 
 def test_debris_of_failed_saves_is_swept_before_the_next_one_needs_the_space(tmp_path, posix):

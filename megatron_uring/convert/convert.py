@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_uring import _engine, comm, commit
+from megatron_uring import _engine, comm, commit, roots
 from megatron_uring.config import Config, config_or_default
 from megatron_uring.convert import safetensors_layout, to_ours, to_safetensors, to_torch_dist
 from megatron_uring.convert.from_ours import OurSource
@@ -180,7 +180,7 @@ def detect(path: str) -> tuple[str, str]:
         if any(name.endswith(safetensors_layout.SUFFIX) for name in names):
             return "safetensors", path
     try:
-        return "ours", commit.resolve_latest(path)
+        return "ours", roots.resolve_latest(path)
     except NotACheckpointError as error:
         expected = f"{INDEX_NAME}, {DCP_METADATA_NAME} or *{safetensors_layout.SUFFIX}"
         raise NotACheckpointError(

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from megatron_uring import checkpoint, commit, tensors
+from megatron_uring import checkpoint, roots, tensors
 from megatron_uring import index as index_module
 from megatron_uring.config import Config
 from megatron_uring.dcp.place import Place
@@ -91,7 +91,7 @@ class StorageReader(Place, storage.StorageReader):
 
     def read_metadata(self) -> Metadata:
         """DCP's metadata, made of the index: tensors, their pieces, objects, flattened keys."""
-        directory = commit.resolve_latest(self.chosen_directory())
+        directory = roots.resolve_latest(self.chosen_directory())
         index = index_module.read_index(directory)
         self._read = directory, index
         described, pieces = _describe_tensors(index)
