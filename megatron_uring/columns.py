@@ -34,6 +34,8 @@ def widen(column: Int64Array, width: int, fill: int) -> Int64Array:
 
 def unravel(flat: Int64Array, ndim: npt.NDArray[Any], width: int, fill: int) -> Int64Array:
     """Rows of `ndim` [N] numbers each, end to end in `flat`, as a table [N, width] with `fill`."""
+    if len(flat) != int(ndim.sum(dtype=np.int64)):  # one number alone would be spread over all
+        raise ValueError(f"{len(flat)} numbers for {int(ndim.sum(dtype=np.int64))} dimensions")
     table = np.full((len(ndim), width), fill, np.int64)
     table[np.arange(width) < ndim[:, None]] = flat
     return table

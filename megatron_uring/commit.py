@@ -54,6 +54,7 @@ from megatron_uring.layout import (
     subfile_name,
     temporary_name,
 )
+from megatron_uring.regular import open_regular, require_regular
 
 _log = logging.getLogger(__name__)
 _VISIBLE_WITHIN_S = 15.0
@@ -96,6 +97,7 @@ def read_common(directory: str, save_id: str, length: int, crc32c: int) -> bytes
     path = os.path.join(directory, common_name(save_id))
     try:
         with _translated("read common state", path):
+            require_regular(path, "read common state")
             size = os.stat(path).st_size
             # a size that is wrong is not read: it may be anything
             data = _engine.read_file(path) if size == length else b""
@@ -246,9 +248,9 @@ def megatron_backend(directory: str) -> str | None:
 def megatron_metadata(directory: str) -> dict[str, Any] | None:
     """Megatron's ``metadata.json``; None without one that can be read and names a backend."""
     try:
-        with open(os.path.join(directory, METADATA_NAME), encoding="utf-8") as file:
+        with open_regular(os.path.join(directory, METADATA_NAME), "read metadata") as file:
             found = json.load(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError, CheckpointError):
         return None
     return found if isinstance(found, dict) and "sharded_backend" in found else None
 
@@ -259,7 +261,7 @@ def committed_save_id(directory: str) -> str | None:
     """
     path = os.path.join(directory, INDEX_NAME)
     try:
-        with open(path, "rb") as file:
+        with open_regular(path, "read trailer") as file:
             file.seek(-Trailer.SIZE_BYTES, os.SEEK_END)
             position = file.tell()
             return Trailer.unpack(file.read(), path, position).save_id

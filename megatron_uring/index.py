@@ -8,12 +8,15 @@ Guarantees
   of it.
 - What is read back is checked against itself (lengths of columns, numbers in range), so that
   nothing after `decode` meets an index that points outside.
+- A column lies in the image itself, whole: no link, no other file, no filter but HDF5's own is
+  followed, and nothing is allocated that the image could not hold compressed.
 - Any HDF5 tool can read `index.h5`; its groups are those of `FORMAT.md`.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from typing import Any, BinaryIO
 
@@ -23,7 +26,12 @@ import numpy.typing as npt
 
 from megatron_uring import _engine
 from megatron_uring.columns import pack_keys, unpack_keys, unravel
-from megatron_uring.errors import CorruptionError, NotACheckpointError, as_checkpoint_error
+from megatron_uring.errors import (
+    CheckpointError,
+    CorruptionError,
+    NotACheckpointError,
+    as_checkpoint_error,
+)
 from megatron_uring.index_rules import Index, check_index
 from megatron_uring.layout import (
     BLOCK_BYTES,
@@ -35,6 +43,7 @@ from megatron_uring.layout import (
     Trailer,
     require_version,
 )
+from megatron_uring.regular import open_regular
 from megatron_uring.shards import ShardTable
 from megatron_uring.tables import Extents, Regions
 
@@ -66,6 +75,9 @@ def _new_image() -> h5py.File:
 
 
 _image_numbers = itertools.count()
+# Those that HDF5 has itself; any other is code that it would look for in a plugin folder.
+_FILTERS = frozenset(range(h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SCALEOFFSET + 1))
+_EXPANSION = 1100  # deflate makes 1032 bytes of one at most
 
 
 def _image_name() -> str:
@@ -180,7 +192,9 @@ def decode(image: bytes, path: object) -> Index:
         name = _image_name().encode()
         with h5py.File(h5py.h5f.open(name, h5py.h5f.ACC_RDONLY, fapl=access)) as file:
             return _decode_file(file, path)
-    except (OSError, KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever HDF5 and h5py make of an image that is none of ours
         raise CorruptionError(
             "parse index", path=path, cause=f"{type(error).__name__}: {error}"
         ) from error
@@ -210,19 +224,42 @@ def _decode_file(file: h5py.File, path: object) -> Index:
         _read(file, "subfiles/length", np.int64),
         int(file.attrs["common_length"]),
         int(file.attrs["common_crc32c"]),
-        {name: data[()].decode() for name, data in file["facts"].items()},
+        {name: _plain(file, f"facts/{name}")[()].decode() for name in file["facts"]},
     )
     check_index(index, path)
     return index
 
 
-def _read(file: h5py.File, name: str, dtype: type[np.generic] | None = None) -> npt.NDArray[Any]:
-    column: npt.NDArray[Any] = file[name][()]
+def _read(file: h5py.File, name: str, dtype: type[np.generic]) -> npt.NDArray[Any]:
+    column = _plain(file, name)
     if column.ndim != 1:
         raise ValueError(f"{name} has {column.ndim} dimensions")
-    if dtype is not None and column.dtype != dtype:
+    if column.dtype != dtype:
         raise ValueError(f"{name} is {column.dtype}, not {np.dtype(dtype)}")
-    return column
+    values: npt.NDArray[Any] = column[()]
+    return values
+
+
+def _plain(file: h5py.File, name: str) -> h5py.Dataset:
+    """A dataset that lies in the image, in as many bytes as it may have come from."""
+    group, _, leaf = name.partition("/")
+    for owner, link in ((file, group), (file[group], leaf)):
+        if not isinstance(owner.get(link, getlink=True), h5py.HardLink):
+            raise ValueError(f"{name} is missing, or a link that leads elsewhere")
+    dataset = file[name]
+    if not isinstance(dataset, h5py.Dataset):
+        raise ValueError(f"{name} is no dataset")
+    made = dataset.id.get_create_plist()
+    filters = [made.get_filter(number)[0] for number in range(made.get_nfilters())]
+    if made.get_layout() == h5py.h5d.VIRTUAL or made.get_external_count():
+        raise ValueError(f"{name} lies in other files")
+    if len(set(filters)) != len(filters) or not _FILTERS.issuperset(filters):
+        raise ValueError(f"{name} has filters {filters}")
+    most = _EXPANSION * dataset.id.get_storage_size() + BLOCK_BYTES
+    wanted = dataset.size and max(dataset.size, math.prod(dataset.chunks or ()))
+    if wanted and wanted * dataset.dtype.itemsize > most:
+        raise ValueError(f"{name} is larger than what is stored of it can be")
+    return dataset
 
 
 def _decode_keys(file: h5py.File, group: str) -> tuple[str, ...]:
@@ -306,7 +343,7 @@ def read_index(directory: str) -> Index:
 
 def _check_size(path: str) -> None:
     """Refuse a file whose length is not what its trailer says, before that length is allocated."""
-    with open(path, "rb") as file:
+    with open_regular(path, "read index") as file:
         size = os.fstat(file.fileno()).st_size
         position = size - Trailer.SIZE_BYTES
         file.seek(max(position, 0))

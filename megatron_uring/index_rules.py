@@ -3,7 +3,8 @@
 Guarantees
 ----------
 - `check_index` refuses columns that differ in length, extents outside every region, regions outside
-  their subfile or with too few checksums: what passes points nowhere outside.
+  their subfile or with too few checksums, shards outside their tensor, keys twice or without a
+  shard: what passes points nowhere outside. No sum or product of it can overflow unseen.
 - `check_objects` refuses, before the commit, an object that no rank or more than one saves.
 """
 
@@ -14,13 +15,16 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import numpy.typing as npt
 
-from megatron_uring.columns import Int32Array, Int64Array
+from megatron_uring.columns import Int32Array, Int64Array, every, product
 from megatron_uring.errors import CorruptionError, StateMismatchError
-from megatron_uring.layout import BLOCK_BYTES, PAGE_BYTES
+from megatron_uring.layout import BLOCK_BYTES, DTYPE_BYTES, PAGE_BYTES
 from megatron_uring.shards import ShardTable
 from megatron_uring.tables import Contents, Extents, Regions, Structure
 
 _NO_COMMON = -1
+# A subfile's number and an offset in it are one 63-bit number wherever they are sorted.
+_SUBFILE_BYTES_LIMIT, _SUBFILES_LIMIT = 1 << 43, 1 << 20
+_BYTES_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -152,8 +156,9 @@ def check_index(index: Index, path: object) -> None:
             problems.append(f"{name}: columns differ in length")
         elif not _inside_regions(extents, regions):
             problems.append(f"{name}: an extent lies outside every region")
-    if (shards.shape < 0).any() or (shards.global_shape < 0).any():
-        problems.append("shards: a negative shape")
+    problem = _check_boxes(shards) or _check_keys(index)
+    if problem is not None:
+        problems.append(problem)
     elif (
         len(shards) == len(index.shard_extents)
         and (shards.lengths() != index.shard_extents.length).any()
@@ -164,12 +169,35 @@ def check_index(index: Index, path: object) -> None:
     _check_regions(index, path)
 
 
+def _check_boxes(shards: ShardTable) -> str | None:
+    if (shards.shape < 0).any() or (shards.global_shape < 0).any():
+        return "shards: a negative shape"
+    for shape in (shards.shape, shards.global_shape):
+        if (product(shape.astype(np.float64)) * DTYPE_BYTES[shards.dtype] >= _BYTES_LIMIT).any():
+            return "shards: a shape beyond what files can hold"
+    inside = every((shards.offset >= 0) & (shards.offset <= shards.global_shape - shards.shape))
+    if (~inside & (product(shards.shape) != 0)).any():
+        return "shards: one lies outside its tensor"
+    return None
+
+
+def _check_keys(index: Index) -> str | None:
+    keys, objects = index.shards.keys, index.object_keys
+    if len(set(keys)) != len(keys) or len(set(objects)) != len(objects):
+        return "a key that is there twice"
+    if not np.bincount(index.shards.tensor, minlength=len(keys)).all():
+        return "a tensor without a shard"
+    return None
+
+
 def _inside_regions(extents: Extents, regions: Regions) -> bool:
     filled = extents.length != 0
     subfile, start = extents.subfile[filled].astype(np.int64), extents.start[filled]
     if not len(start):
         return True
-    if not len(regions) or (start < 0).any() or (extents.length < 0).any():
+    if not len(regions) or (start < 0).any() or (start >= _SUBFILE_BYTES_LIMIT).any():
+        return False
+    if (extents.length < 0).any():
         return False
     axis = (regions.subfile.astype(np.int64) << 43) | regions.start
     order = np.argsort(axis)
@@ -178,7 +206,7 @@ def _inside_regions(extents: Extents, regions: Regions) -> bool:
     return bool(
         (place >= 0).all()
         and (regions.subfile[owner] == subfile).all()
-        and (start + extents.length[filled] <= regions.start[owner] + regions.length[owner]).all()
+        and (extents.length[filled] <= regions.start[owner] + regions.length[owner] - start).all()
     )
 
 
@@ -186,7 +214,12 @@ def _check_regions(index: Index, path: object) -> None:
     regions = index.regions
     counts = {len(regions.rank), len(regions.subfile), len(regions.start), len(regions.length)}
     fits = len(counts) == 1 and len(index.subfile_number) == len(index.subfile_length)
-    fits = fits and bool((np.diff(index.subfile_number) > 0).all())
+    fits = fits and bool(
+        (np.diff(index.subfile_number) > 0).all()
+        and (index.subfile_number >= 0).all()
+        and (index.subfile_number < _SUBFILES_LIMIT).all()
+        and (index.subfile_length < _SUBFILE_BYTES_LIMIT).all()
+    )
     if fits:
         place = np.searchsorted(index.subfile_number, regions.subfile)
         known = place < len(index.subfile_number)
@@ -196,7 +229,7 @@ def _check_regions(index: Index, path: object) -> None:
             and (regions.start % BLOCK_BYTES == 0).all()
             and (regions.length > 0).all()
             and (regions.length % PAGE_BYTES == 0).all()
-            and (regions.start + regions.length <= index.subfile_length[place]).all()
+            and (regions.length <= index.subfile_length[place] - regions.start).all()
             and regions.first_block()[-1] == len(regions.crc32c)
             and not _overlap(regions)
         )

@@ -24,6 +24,7 @@ from megatron_uring.config import Config
 from megatron_uring.errors import CheckpointError, as_checkpoint_error
 from megatron_uring.index_rules import Index
 from megatron_uring.layout import BLOCK_BYTES
+from megatron_uring.regular import require_regular
 from megatron_uring.tables import Ranges, Regions, RestorePlan, Staged
 
 _log = logging.getLogger("megatron_uring")
@@ -79,6 +80,7 @@ class Near:
         try:
             for path in self.paths:
                 try:
+                    require_regular(path, "open local copy")
                     files.append(_engine.File.open(path, writable=False, direct=direct))
                 except OSError as error:
                     raise as_checkpoint_error(error, "open local copy", path) from error

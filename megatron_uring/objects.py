@@ -35,6 +35,10 @@ _PLAIN_CLASSES = (
     pathlib.PosixPath,
     signal.Signals,
 )
+# Lines of torch's message that tell nothing of the object.
+_ADVICE = re.compile(
+    r"weights[_ ]only|arbitrary code|trusted? source|torch\.load|Please file", re.I
+)
 _one_at_a_time = threading.Lock()  # what is safe is one list for the whole process
 
 
@@ -142,15 +146,23 @@ def cure_for(value: object) -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    """The class that torch refused, if that is what happened; else the first line of the
-    message.
+    """What torch refused, if that is what happened; else the first line that says why.
+
+    What torch advises, to load with ``weights_only=False``, would run whatever is in there.
     """
+    text = str(error)
     refused = re.search(
-        r"GLOBAL (\S+) was not an allowed global|allowlisted via .*but got <class '([^']+)'>",
-        str(error),
+        r"GLOBAL (\S+) was not an allowed global|allowlisted via .*but got <class '([^']+)'>", text
     )
     if refused:
         name = refused.group(1) or refused.group(2)
         cure = f"if you trust it: MEGATRON_URING_ALLOWED_GLOBALS={name}"
         return f"class {name} is not allowed; {cure}"
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    blocked = re.search(r"unsupported GLOBAL (\S+) whose module", text)
+    if blocked:
+        return f"it names {blocked.group(1)}, which is never loaded: it could do anything"
+    if "TorchScript" in text:
+        return "it is a TorchScript archive, which holds code"
+    lines = [line.strip() for line in text.splitlines()]
+    told = [line for line in lines if line and not _ADVICE.search(line)]
+    return told[0] if told else type(error).__name__

@@ -25,6 +25,7 @@ from megatron_uring.config import Config
 from megatron_uring.errors import CorruptionError, as_checkpoint_error
 from megatron_uring.layout import BLOCK_BYTES, SUPERBLOCK_BYTES, Superblock, subfile_name
 from megatron_uring.progress import run_job
+from megatron_uring.regular import open_regular, require_regular
 from megatron_uring.tables import Ranges, Staged
 
 # Below this a read is buffered: the page cache may hold it, and read-ahead beats the set-up of
@@ -86,6 +87,7 @@ def open_subfiles(
 
 def _open_subfile(path: str, length: int, direct: bool) -> _engine.File:
     try:
+        require_regular(path, "open subfile")
         file = _engine.File.open(path, writable=False, direct=direct)
         found = file.size()
     except FileNotFoundError as error:
@@ -114,7 +116,7 @@ def _open_subfile(path: str, length: int, direct: bool) -> _engine.File:
 def check_superblock(path: str, save_id: str, number: int) -> None:
     """Raise `CorruptionError` unless the file begins as subfile `number` of the save `save_id`."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path, "read superblock") as file:
             head = Superblock.unpack(file.read(SUPERBLOCK_BYTES), path)
     except OSError as error:
         raise as_checkpoint_error(error, "read superblock", path) from error

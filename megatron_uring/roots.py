@@ -14,10 +14,12 @@ import os
 import re
 from collections.abc import Iterator
 
-from megatron_uring.errors import NotACheckpointError
+from megatron_uring.errors import CheckpointError, NotACheckpointError
 from megatron_uring.layout import INDEX_NAME, TRACKER_NAME
+from megatron_uring.regular import open_regular
 
 _log = logging.getLogger(__name__)
+_TRACKER_BYTES = 64  # more than any number of an iteration has digits
 _ITERATION_DIRECTORY = re.compile(r"^iter_(\d{7,})$")
 
 
@@ -33,14 +35,14 @@ def resolve_latest(root: str) -> str:
     NotACheckpointError
         If there is none.
     """
-    if os.path.exists(os.path.join(root, INDEX_NAME)):
+    if os.path.lexists(os.path.join(root, INDEX_NAME)):
         return root
     named = _tracked_iteration(root)
     candidates = sorted(iterations(root), reverse=True)
     if named is not None:
         candidates.sort(key=lambda found: found[0] != named)
     for _, directory in candidates:
-        if os.path.exists(os.path.join(directory, INDEX_NAME)):
+        if os.path.lexists(os.path.join(directory, INDEX_NAME)):
             problem = tracker_problem(root, directory)
             if problem is not None:
                 _log.warning("%s", problem)
@@ -70,9 +72,9 @@ def tracker_problem(root: str, directory: str) -> str | None:
 
 def _tracked_iteration(root: str) -> int | None:
     try:
-        with open(os.path.join(root, TRACKER_NAME), encoding="utf-8") as file:
-            return int(file.read().strip())
-    except (OSError, ValueError):
+        with open_regular(os.path.join(root, TRACKER_NAME), "read tracker") as file:
+            return int(file.read(_TRACKER_BYTES).strip())
+    except (OSError, ValueError, CheckpointError):
         return None
 
 

@@ -27,7 +27,7 @@ from megatron_uring.columns import (
     Uint64Array,
     join,
 )
-from megatron_uring.errors import StateMismatchError, UnsupportedError
+from megatron_uring.errors import CheckpointError, StateMismatchError, UnsupportedError
 from megatron_uring.layout import DTYPE_BYTES, DTYPE_NAMES, MAXIMUM_DIMENSIONS
 from megatron_uring.shards import ShardTable
 
@@ -374,5 +374,18 @@ def is_tensor(value: object) -> bool:
 
 
 def new_tensor(code: int, shape: Sequence[int]) -> torch.Tensor:
-    """An uninitialised tensor on the CPU of an on-disk dtype."""
-    return torch.empty(list(shape), dtype=torch_dtype(code), device="cpu")
+    """An uninitialised tensor on the CPU of an on-disk dtype.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no memory for it.
+    """
+    try:
+        return torch.empty(list(shape), dtype=torch_dtype(code), device="cpu")
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        raise CheckpointError(
+            "allocate tensor",
+            expected=f"memory for shape {list(shape)} of {DTYPE_NAMES[code]}",
+            cause=str(error).partition("\n")[0],
+        ) from error

@@ -29,6 +29,7 @@ from megatron_uring.config import Config, config_or_default
 from megatron_uring.errors import CheckpointError, CorruptionError
 from megatron_uring.index_rules import Index
 from megatron_uring.layout import BACKEND, BLOCK_BYTES, METADATA_NAME, subfile_name
+from megatron_uring.regular import open_regular
 from megatron_uring.tables import Ranges
 
 _WORK_BYTES = 64 * BLOCK_BYTES
@@ -161,7 +162,7 @@ def _check_subfile(directory: str, index: Index, number: int) -> list[str]:
     problems = []
     try:
         length = int(index.subfile_length[np.searchsorted(index.subfile_number, number)])
-        with open(path, "rb") as file:
+        with open_regular(path, "check subfile") as file:
             read.check_superblock(path, index.save_id, number)
             problems += _check_gaps(file, path, index, number)
             footer = index_module.read_footer(file, path, length)

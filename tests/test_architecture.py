@@ -33,6 +33,7 @@ LAYERS = [
     {"tables", "progress", "nesting", "objects", "selection", "agreed", "flattened", "roots"},
     {"shards"},
     {"columns", "comm", "layout", "fencing", "report"},
+    {"regular"},
     {"config"},
     {"errors", "_engine"},
 ]

@@ -21,6 +21,7 @@ from megatron_uring import ownership
 from megatron_uring.columns import Uint8Array
 from megatron_uring.convert.parts import Catalog, Part
 from megatron_uring.errors import CheckpointError, CorruptionError, as_checkpoint_error
+from megatron_uring.regular import require_regular
 
 _OPEN_FILES = 32
 
@@ -77,6 +78,7 @@ class Files:
     def _open(self, name: str, path: str) -> int:
         descriptor = self._descriptors.pop(name, -1)
         if descriptor < 0:
+            require_regular(path, "read source")
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._descriptors[name] = descriptor
         while len(self._descriptors) > _OPEN_FILES:

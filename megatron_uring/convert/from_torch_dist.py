@@ -33,9 +33,10 @@ from megatron_uring.config import Config
 from megatron_uring.convert import dcp_pickles
 from megatron_uring.convert.files import Files, FileSource
 from megatron_uring.convert.parts import Catalog
-from megatron_uring.errors import CorruptionError, UnsupportedError
+from megatron_uring.errors import CorruptionError, UnsupportedError, as_checkpoint_error
 from megatron_uring.layout import COMMON_NAME, DTYPE_BYTES, METADATA_NAME
 from megatron_uring.objects import deserialize_object, serialize_object
+from megatron_uring.regular import open_regular
 from megatron_uring.shards import ShardTable
 
 DCP_METADATA_NAME = ".metadata"
@@ -202,11 +203,13 @@ class _View(io.RawIOBase):
 def _megatron(directory: str) -> dict[str, Any] | None:
     path = os.path.join(directory, METADATA_NAME)
     try:
-        with open(path, encoding="utf-8") as file:
+        with open_regular(path, "read source") as file:
             found = json.load(file)
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except OSError as error:
+        raise as_checkpoint_error(error, "read source", path) from error
+    except (ValueError, RecursionError) as error:
         raise CorruptionError("read source", path=path, cause=error) from error
     return found if isinstance(found, dict) and "sharded_backend" in found else None
 

@@ -21,13 +21,17 @@ import numpy as np
 
 from megatron_uring import columns
 from megatron_uring.convert.files import Files
-from megatron_uring.errors import CorruptionError, UnsupportedError
-from megatron_uring.layout import DTYPE_BYTES, DTYPE_NAMES
+from megatron_uring.errors import CorruptionError, UnsupportedError, as_checkpoint_error
+from megatron_uring.layout import DTYPE_BYTES, DTYPE_NAMES, MAXIMUM_DIMENSIONS
+from megatron_uring.regular import open_regular
 from megatron_uring.shards import ShardTable
 
 INDEX_NAME = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 METADATA_KEY = "__metadata__"
+_SIZE_MAXIMUM = 1 << 62
+# What a header makes Python raise that is no header.
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 HEADER_BYTES_MAXIMUM = 100_000_000
 """The most that the safetensors library reads."""
 _HEADER_BYTES_PLANNED = 80_000_000
@@ -187,7 +191,7 @@ def read_header(files: Files, name: str) -> list[StoredTensor]:
         tensors = sorted(_entries(header, name, _LENGTH_BYTES + length), key=lambda one: one[0])
     except UnsupportedError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _DAMAGE as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     at = _LENGTH_BYTES + length
     for begin, end, tensor in tensors:
@@ -220,6 +224,8 @@ def _entries(header: Any, name: str, base: int) -> Iterator[tuple[int, int, Stor
             )
         begin, end = (base + int(offset) for offset in entry["data_offsets"])
         shape = tuple(int(size) for size in entry["shape"])
+        if len(shape) > MAXIMUM_DIMENSIONS or max(shape, default=0) > _SIZE_MAXIMUM:
+            raise ValueError(f"{key!r} has shape {shape}")
         yield begin, end, StoredTensor(key, _CODE_OF_NAME[entry["dtype"]], shape, name, begin)
 
 
@@ -235,12 +241,19 @@ def read_names(directory: str) -> list[str]:
     if not os.path.exists(path):
         return sorted(name for name in os.listdir(directory) if name.endswith(SUFFIX))
     try:
-        with open(path, encoding="utf-8") as file:
+        with open_regular(path, "read source") as file:
             names = sorted(set(json.load(file)["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise as_checkpoint_error(error, "read source", path) from error
+    except _DAMAGE as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     for name in names:
-        if os.path.basename(name) != name or not os.path.exists(os.path.join(directory, name)):
+        text = str(name)
+        if (
+            text != name
+            or os.path.basename(text) != text
+            or not os.path.exists(os.path.join(directory, text))
+        ):
             raise CorruptionError(
                 "read source", path=path, expected="files beside it", found=repr(name)
             )
