@@ -59,6 +59,11 @@ def product(table: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
     return result
 
 
+def volume(shape: Int64Array) -> npt.NDArray[np.float64]:
+    """Elements of each row's box, as a float: a wrong shape must not overflow into a right one."""
+    return product(shape.astype(np.float64))
+
+
 def inner(left: Int64Array, right: Int64Array) -> Int64Array:
     """Sum of products of each row: int64 [N, D] twice -> [N]."""
     result = np.zeros(len(left), np.int64)

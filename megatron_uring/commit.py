@@ -97,8 +97,7 @@ def read_common(directory: str, save_id: str, length: int, crc32c: int) -> bytes
     path = os.path.join(directory, common_name(save_id))
     try:
         with _translated("read common state", path):
-            require_regular(path, "read common state")
-            size = os.stat(path).st_size
+            size = require_regular(path, "read common state").st_size
             # a size that is wrong is not read: it may be anything
             data = _engine.read_file(path) if size == length else b""
     except StorageError as error:
@@ -248,10 +247,29 @@ def megatron_backend(directory: str) -> str | None:
 def megatron_metadata(directory: str) -> dict[str, Any] | None:
     """Megatron's ``metadata.json``; None without one that can be read and names a backend."""
     try:
-        with open_regular(os.path.join(directory, METADATA_NAME), "read metadata") as file:
-            found = json.load(file)
-    except (OSError, ValueError, RecursionError, CheckpointError):
+        return read_metadata(directory, "read metadata")
+    except CheckpointError:
         return None
+
+
+def read_metadata(directory: str, operation: str) -> dict[str, Any] | None:
+    """Megatron's ``metadata.json``; None without one that names a backend.
+
+    Raises
+    ------
+    CheckpointError
+        If there is one that cannot be read.
+    """
+    path = os.path.join(directory, METADATA_NAME)
+    try:
+        with open_regular(path, operation) as file:
+            found = json.load(file)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise as_checkpoint_error(error, operation, path) from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError(operation, path=path, cause=error) from error
     return found if isinstance(found, dict) and "sharded_backend" in found else None
 
 

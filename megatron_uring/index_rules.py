@@ -15,15 +15,21 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import numpy.typing as npt
 
-from megatron_uring.columns import Int32Array, Int64Array, every, product
+from megatron_uring.columns import Int32Array, Int64Array, product, volume
 from megatron_uring.errors import CorruptionError, StateMismatchError
 from megatron_uring.layout import BLOCK_BYTES, DTYPE_BYTES, PAGE_BYTES
 from megatron_uring.shards import ShardTable
-from megatron_uring.tables import Contents, Extents, Regions, Structure
+from megatron_uring.tables import (
+    SUBFILE_BYTES_LIMIT,
+    SUBFILES_LIMIT,
+    Contents,
+    Extents,
+    Regions,
+    Structure,
+    on_axis,
+)
 
 _NO_COMMON = -1
-# A subfile's number and an offset in it are one 63-bit number wherever they are sorted.
-_SUBFILE_BYTES_LIMIT, _SUBFILES_LIMIT = 1 << 43, 1 << 20
 _BYTES_LIMIT = 1 << 62
 
 
@@ -173,10 +179,10 @@ def _check_boxes(shards: ShardTable) -> str | None:
     if (shards.shape < 0).any() or (shards.global_shape < 0).any():
         return "shards: a negative shape"
     for shape in (shards.shape, shards.global_shape):
-        if (product(shape.astype(np.float64)) * DTYPE_BYTES[shards.dtype] >= _BYTES_LIMIT).any():
+        if (volume(shape) * DTYPE_BYTES[shards.dtype] >= _BYTES_LIMIT).any():
             return "shards: a shape beyond what files can hold"
-    inside = every((shards.offset >= 0) & (shards.offset <= shards.global_shape - shards.shape))
-    if (~inside & (product(shards.shape) != 0)).any():
+    outside = np.flatnonzero(~shards.inside())
+    if product(shards.shape.take(outside, axis=0)).any():  # an empty one has no byte to point to
         return "shards: one lies outside its tensor"
     return None
 
@@ -192,16 +198,15 @@ def _check_keys(index: Index) -> str | None:
 
 def _inside_regions(extents: Extents, regions: Regions) -> bool:
     filled = extents.length != 0
-    subfile, start = extents.subfile[filled].astype(np.int64), extents.start[filled]
+    subfile, start = extents.subfile[filled], extents.start[filled]
     if not len(start):
         return True
-    if not len(regions) or (start < 0).any() or (start >= _SUBFILE_BYTES_LIMIT).any():
+    in_range = (start >= 0) & (start < SUBFILE_BYTES_LIMIT) & (extents.length[filled] > 0)
+    if not len(regions) or not in_range.all():
         return False
-    if (extents.length < 0).any():
-        return False
-    axis = (regions.subfile.astype(np.int64) << 43) | regions.start
+    axis = on_axis(regions.subfile, regions.start)
     order = np.argsort(axis)
-    place = np.searchsorted(axis[order], (subfile << 43) | start, "right") - 1
+    place = np.searchsorted(axis[order], on_axis(subfile, start), "right") - 1
     owner = order[np.maximum(place, 0)]
     return bool(
         (place >= 0).all()
@@ -217,8 +222,8 @@ def _check_regions(index: Index, path: object) -> None:
     fits = fits and bool(
         (np.diff(index.subfile_number) > 0).all()
         and (index.subfile_number >= 0).all()
-        and (index.subfile_number < _SUBFILES_LIMIT).all()
-        and (index.subfile_length < _SUBFILE_BYTES_LIMIT).all()
+        and (index.subfile_number < SUBFILES_LIMIT).all()
+        and (index.subfile_length < SUBFILE_BYTES_LIMIT).all()
     )
     if fits:
         place = np.searchsorted(index.subfile_number, regions.subfile)

@@ -25,7 +25,7 @@ from megatron_uring.errors import CheckpointError, as_checkpoint_error
 from megatron_uring.index_rules import Index
 from megatron_uring.layout import BLOCK_BYTES
 from megatron_uring.regular import require_regular
-from megatron_uring.tables import Ranges, Regions, RestorePlan, Staged
+from megatron_uring.tables import Ranges, Regions, RestorePlan, Staged, on_axis
 
 _log = logging.getLogger("megatron_uring")
 
@@ -148,18 +148,12 @@ class _Finder:
     """Finds the region that holds an offset of a subfile, by its place in `order`."""
 
     def __init__(self, regions: Regions, order: Int64Array) -> None:
-        # one sorted axis for (subfile, offset): a subfile is far shorter than 2^43 bytes
-        self._axis = _on_axis(regions.subfile[order], regions.start[order])
+        self._axis = on_axis(regions.subfile[order], regions.start[order])
 
     def place(self, subfile: Int32Array, start: Int64Array) -> Int64Array:
         """Of each (subfile, start)."""
-        found = np.searchsorted(self._axis, _on_axis(subfile, start), "right") - 1
+        found = np.searchsorted(self._axis, on_axis(subfile, start), "right") - 1
         return found.astype(np.int64)
-
-
-def _on_axis(subfile: Int32Array, start: Int64Array) -> Int64Array:
-    axis: Int64Array = (subfile.astype(np.int64) << 43) | start
-    return axis
 
 
 def select(restoring: RestorePlan, ranges: BoolArray, pieces: BoolArray) -> RestorePlan:

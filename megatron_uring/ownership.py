@@ -13,7 +13,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from megatron_uring.columns import BoolArray, Int32Array, Int64Array, every, format_box, product
+from megatron_uring.columns import BoolArray, Int32Array, Int64Array, every, format_box, volume
 from megatron_uring.errors import StateMismatchError
 from megatron_uring.layout import DTYPE_NAMES
 from megatron_uring.shards import ShardTable, describe_shard
@@ -47,8 +47,8 @@ def check_ownership(
     _check_same_tensor(shards, rank, first, operation)
     _check_inside(shards, rank, operation)
     owned = shards.take(owner)
-    covered = np.bincount(owned.tensor, weights=_volume(owned.shape), minlength=len(shards.keys))
-    wanted = _volume(shards.global_shape.take(first, axis=0))
+    covered = np.bincount(owned.tensor, weights=volume(owned.shape), minlength=len(shards.keys))
+    wanted = volume(shards.global_shape.take(first, axis=0))
     suspects = np.flatnonzero((covered != wanted) | _irregular(owned, wanted > 0))
     # zero-size tensors hold no element; some row of theirs must still be owned, or the key would be
     # lost
@@ -63,11 +63,6 @@ def check_ownership(
     for tensor in suspects.tolist():
         rows = by_tensor.of(tensor)
         _check_exact_cover(owned, rank[owner], rows, shards, tensor, int(first[tensor]), operation)
-
-
-def _volume(shape: Int64Array) -> npt.NDArray[np.float64]:
-    """Elements of each row's box, as a float: a wrong shape must not overflow into a right one."""
-    return product(shape.astype(np.float64))
 
 
 def _irregular(owned: ShardTable, filled: BoolArray) -> BoolArray:
@@ -108,7 +103,7 @@ def _check_same_tensor(
 
 
 def _check_inside(shards: ShardTable, rank: Int32Array, operation: str) -> None:
-    inside = every((shards.offset >= 0) & (shards.offset + shards.shape <= shards.global_shape))
+    inside = shards.inside()
     if not np.all(inside):
         row = int(np.argmin(inside))
         raise StateMismatchError(

@@ -43,7 +43,7 @@ from megatron_uring.layout import (
 )
 from megatron_uring.overlap import candidate_pairs
 from megatron_uring.shards import ShardTable, describe_shard
-from megatron_uring.tables import Boxes, Extents, Regions, RestorePlan
+from megatron_uring.tables import Boxes, Extents, Regions, RestorePlan, on_axis
 
 # Comparing a mistyped key with every key of a huge checkpoint would take minutes.
 _SIMILAR_AMONG = 20_000
@@ -219,7 +219,7 @@ def plan_restore(
         pair_request, pair_saved = pair_request[row], pair_saved[row]
 
     subfile = extents.subfile[pair_saved]
-    order = np.argsort((subfile.astype(np.int64) << 43) | piece_start, kind="stable")
+    order = np.argsort(on_axis(subfile, piece_start), kind="stable")
     last = piece_start + boxes.run_bytes + inner(boxes.counts - 1, boxes.file_strides)
     ranges = _coalesce(subfile[order], piece_start[order], last[order], regions, gap_bytes)
     return RestorePlan(
@@ -338,9 +338,8 @@ def _coalesce(
     """
     order = np.lexsort((regions.start, regions.subfile))
     first_block = regions.first_block()
-    # one sorted axis for (subfile, offset): a subfile is far shorter than 2^43 bytes
-    axis = (regions.subfile[order].astype(np.int64) << 43) | regions.start[order]
-    owner = order[np.searchsorted(axis, (subfile.astype(np.int64) << 43) | start, "right") - 1]
+    axis = on_axis(regions.subfile[order], regions.start[order])
+    owner = order[np.searchsorted(axis, on_axis(subfile, start), "right") - 1]
     base = regions.start[owner]
     begin = base + (start - base) // BLOCK_BYTES * BLOCK_BYTES
     stop = np.minimum(

@@ -41,9 +41,10 @@ def open_regular(path: str, operation: str) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def require_regular(path: str, operation: str) -> None:
-    """Raise as `open_regular` does, without opening."""
-    kind = stat.S_IFMT(os.stat(path).st_mode)
+def require_regular(path: str, operation: str) -> os.stat_result:
+    """What the file system says of a file; raises as `open_regular` does, without opening."""
+    found = os.stat(path)
+    kind = stat.S_IFMT(found.st_mode)
     if kind != stat.S_IFREG:
         raise CorruptionError(
             operation,
@@ -52,3 +53,4 @@ def require_regular(path: str, operation: str) -> None:
             found=_KINDS.get(kind, "something else"),
             cause="something has taken its place, or the copy that brought it here went wrong",
         )
+    return found

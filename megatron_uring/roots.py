@@ -37,7 +37,7 @@ def resolve_latest(root: str) -> str:
     """
     if os.path.lexists(os.path.join(root, INDEX_NAME)):
         return root
-    named = _tracked_iteration(root)
+    named = tracked_iteration(root)
     candidates = sorted(iterations(root), reverse=True)
     if named is not None:
         candidates.sort(key=lambda found: found[0] != named)
@@ -60,7 +60,7 @@ def resolve_latest(root: str) -> str:
 
 def tracker_problem(root: str, directory: str) -> str | None:
     """What is wrong with the tracker of `root` if it does not name `directory`; else None."""
-    named = _tracked_iteration(root)
+    named = tracked_iteration(root)
     taken = _ITERATION_DIRECTORY.match(os.path.basename(directory))
     if named is None or taken is None or int(taken.group(1)) == named:
         return None
@@ -70,7 +70,8 @@ def tracker_problem(root: str, directory: str) -> str | None:
     )
 
 
-def _tracked_iteration(root: str) -> int | None:
+def tracked_iteration(root: str) -> int | None:
+    """The iteration that the tracker of `root` names; None without one that can be read."""
     try:
         with open_regular(os.path.join(root, TRACKER_NAME), "read tracker") as file:
             return int(file.read(_TRACKER_BYTES).strip())

@@ -19,9 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_uring.columns import (
+    BoolArray,
     Int32Array,
     Int64Array,
     Uint8Array,
+    every,
     format_box,
     join,
     pack_keys,
@@ -64,6 +66,10 @@ class ShardTable:
     def lengths(self) -> Int64Array:
         """Bytes of each shard, int64 [N]."""
         return product(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def inside(self) -> BoolArray:
+        """Which lie inside their tensor, bool [N]; shapes are not negative."""
+        return every((self.offset >= 0) & (self.offset <= self.global_shape - self.shape))
 
     def first_rows(self) -> npt.NDArray[np.intp]:
         """Row of the first shard of each key, intp [keys]; every key has one."""

@@ -30,6 +30,15 @@ from megatron_uring.columns import (
 from megatron_uring.layout import BLOCK_BYTES
 from megatron_uring.shards import ShardTable
 
+SUBFILES_LIMIT, SUBFILE_BYTES_LIMIT = 1 << 20, 1 << 43
+"""Above the number of any subfile and the bytes of it that `on_axis` takes."""
+
+
+def on_axis(subfile: Int32Array, start: Int64Array) -> Int64Array:
+    """One number for each (subfile, offset in it), in their order: int64 [N]."""
+    axis: Int64Array = subfile * np.int64(SUBFILE_BYTES_LIMIT) + start
+    return axis
+
 
 @dataclass(frozen=True)
 class Extents:

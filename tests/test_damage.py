@@ -11,10 +11,16 @@ import pytest
 import torch
 
 import megatron_uring
+from megatron_uring import commit, objects, roots, verify
 from megatron_uring import index as index_module
-from megatron_uring import objects, roots, verify
 from megatron_uring.errors import CheckpointError, CorruptionError
-from megatron_uring.layout import INDEX_NAME, TRACKER_NAME, common_name, subfile_name
+from megatron_uring.layout import (
+    INDEX_NAME,
+    METADATA_NAME,
+    TRACKER_NAME,
+    common_name,
+    subfile_name,
+)
 from megatron_uring.regular import open_regular
 
 STATE = {"weight": torch.arange(3000.0), "step": {"iteration": 7}}
@@ -70,6 +76,15 @@ def test_a_tracker_that_is_no_file_leaves_the_newest_iteration(save, tmp_path, m
     save(STATE, tmp_path / "iter_0000003")
     make(tmp_path / TRACKER_NAME)
     assert roots.resolve_latest(str(tmp_path)) == str(tmp_path / "iter_0000003")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [_fifo, _socket, _folder, _device])
+def test_metadata_that_is_no_file_is_refused_or_names_nothing(tmp_path, make):
+    make(tmp_path / METADATA_NAME)
+    assert commit.megatron_backend(str(tmp_path)) is None
+    with pytest.raises(CheckpointError, match="regular file"):
+        commit.read_metadata(str(tmp_path), "read metadata")
 
 
 def test_files_behind_symbolic_links_are_files(directory, tmp_path, posix):

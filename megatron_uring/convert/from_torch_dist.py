@@ -12,7 +12,6 @@ Guarantees
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -27,16 +26,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_uring import flattened, tensors
+from megatron_uring import commit, flattened, tensors
 from megatron_uring.columns import Uint8Array, table_of
 from megatron_uring.config import Config
 from megatron_uring.convert import dcp_pickles
 from megatron_uring.convert.files import Files, FileSource
 from megatron_uring.convert.parts import Catalog
-from megatron_uring.errors import CorruptionError, UnsupportedError, as_checkpoint_error
-from megatron_uring.layout import COMMON_NAME, DTYPE_BYTES, METADATA_NAME
+from megatron_uring.errors import CorruptionError, UnsupportedError
+from megatron_uring.layout import COMMON_NAME, DTYPE_BYTES
 from megatron_uring.objects import deserialize_object, serialize_object
-from megatron_uring.regular import open_regular
 from megatron_uring.shards import ShardTable
 
 DCP_METADATA_NAME = ".metadata"
@@ -60,7 +58,7 @@ class TorchDistSource(FileSource):
         files = Files(directory)
         try:
             data = files.read_file(DCP_METADATA_NAME)
-            megatron = _megatron(directory)
+            megatron = commit.read_metadata(directory, "read source")
             common = None
             if os.path.exists(os.path.join(directory, COMMON_NAME)):
                 common = files.read_file(COMMON_NAME)
@@ -198,20 +196,6 @@ class _View(io.RawIOBase):
         self._files.read(self._info.relative_path, self._info.offset + self._at, into)
         self._at += count
         return count
-
-
-def _megatron(directory: str) -> dict[str, Any] | None:
-    path = os.path.join(directory, METADATA_NAME)
-    try:
-        with open_regular(path, "read source") as file:
-            found = json.load(file)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise as_checkpoint_error(error, "read source", path) from error
-    except (ValueError, RecursionError) as error:
-        raise CorruptionError("read source", path=path, cause=error) from error
-    return found if isinstance(found, dict) and "sharded_backend" in found else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,12 +248,8 @@ def read_names(directory: str) -> list[str]:
     except _DAMAGE as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     for name in names:
-        text = str(name)
-        if (
-            text != name
-            or os.path.basename(text) != text
-            or not os.path.exists(os.path.join(directory, text))
-        ):
+        plain = isinstance(name, str) and os.path.basename(name) == name
+        if not plain or not os.path.exists(os.path.join(directory, name)):
             raise CorruptionError(
                 "read source", path=path, expected="files beside it", found=repr(name)
             )

@@ -53,13 +53,10 @@ def is_ours(directory: object) -> bool:
     """Whether a directory's checkpoint is in our format; ``metadata.json`` decides where there is
     one.
     """
-    try:
-        with open(os.path.join(str(directory), METADATA_NAME), encoding="utf-8") as file:
-            return bool(json.load(file).get("sharded_backend") == BACKEND)
-    except FileNotFoundError:
-        return os.path.exists(os.path.join(str(directory), INDEX_NAME))
-    except (OSError, ValueError, AttributeError):
-        return False
+    directory = str(directory)
+    if os.path.exists(os.path.join(directory, METADATA_NAME)):
+        return commit.megatron_backend(directory) == BACKEND
+    return os.path.exists(os.path.join(directory, INDEX_NAME))
 
 
 # -------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from megatron_uring import commit, pending
+from megatron_uring import commit, pending, roots
 from megatron_uring.layout import BACKEND, INDEX_NAME, TRACKER_NAME
 from megatron_uring.megatron.imports import after_import
 from megatron_uring.megatron.patches import passing_through, put
@@ -232,11 +232,7 @@ def _newest(root: str) -> int | None:
         matched = _ITERATION.match(name)
         if matched is not None and _is_committed(os.path.join(root, name)):
             found[int(matched.group(1))] = name
-    try:
-        with open(os.path.join(root, TRACKER_NAME), encoding="utf-8") as file:
-            named = int(file.read().strip())
-    except (OSError, ValueError):
-        named = -1
+    named = roots.tracked_iteration(root)
     return named if named in found else max(found, default=None)
 
 
