@@ -30,7 +30,7 @@ from megatron_uring.columns import (
 from megatron_uring.layout import BLOCK_BYTES
 from megatron_uring.shards import ShardTable
 
-SUBFILES_LIMIT, SUBFILE_BYTES_LIMIT = 1 << 20, 1 << 43
+SUBFILES_LIMIT, SUBFILE_BYTES_LIMIT = 1 << 17, 1 << 46
 """Above the number of any subfile and the bytes of it that `on_axis` takes."""
 
 

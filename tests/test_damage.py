@@ -205,6 +205,16 @@ def test_numbers_that_would_overflow_or_point_outside_are_refused(directory, cha
         index_module.decode(image.getvalue(), "path")
 
 
+def test_a_subfile_of_many_tebibytes_is_no_damage(directory):
+    """One process that converts a huge checkpoint writes one subfile."""
+    image = io.BytesIO(index_module.encode(index_module.read_index(str(directory))))
+    with h5py.File(image, "r+") as file:
+        for name in ("shards/start", "objects/start", "regions/start", "subfiles/length"):
+            file[name][:] += 9 << 40
+    index = index_module.decode(image.getvalue(), "path")
+    assert (index.shard_extents.start >= 9 << 40).all()
+
+
 class _Malicious:
     def __reduce__(self):
         return (os.system, ("touch /tmp/never",))
